@@ -1,0 +1,46 @@
+"""From data to scale and zero point: the statistics kernels and the arithmetic of ``lowbit.scale`` in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.granularity import Granularity
+from lowbit.grid import Grid
+from lowbit.kernels import plan
+from lowbit.scale import affine_params, symmetric_scale
+
+
+@torch.no_grad()
+def abs_max(x: Tensor, per: Granularity) -> Tensor:
+    """m[c] = max(abs(x)) over the finite x of group c, 0 where there is none"""
+    return plan.run("abs_max", x, x.detach(), per=per)
+
+
+@torch.no_grad()
+def min_max(x: Tensor, per: Granularity) -> tuple[Tensor, Tensor]:
+    """lo[c], hi[c] = min(x), max(x) over the finite x of group c, 0 and 0 where there is none"""
+    return plan.run("min_max", x, x.detach(), per=per)
+
+
+@torch.no_grad()
+def mean_abs(x: Tensor, per: Granularity) -> Tensor:
+    """m[c] = mean(abs(x)) over the finite x of group c, 0 where there is none"""
+    return plan.run("mean_abs", x, x.detach(), per=per)
+
+
+@torch.no_grad()
+def mean_std(x: Tensor, per: Granularity) -> tuple[Tensor, Tensor]:
+    """mu[c], sigma[c] = mean(x), sqrt(mean((x - mu)^2)) over the finite x of group c, 0 and 0 where there is none"""
+    return plan.run("mean_std", x, x.detach(), per=per)
+
+
+@torch.no_grad()
+def params_from_data(
+    x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool, statistic: str = "abs_max"
+) -> tuple[Tensor, Tensor | None]:
+    """s, z of the current data: symmetric from abs_max or mean_abs (z None), affine from min and max"""
+    if not symmetric:
+        return affine_params(*min_max(x, per), grid)
+    magnitude = mean_abs(x, per) if statistic == "mean_abs" else abs_max(x, per)
+    return symmetric_scale(magnitude, grid), None

@@ -1,0 +1,249 @@
+"""Granularity: which elements of a tensor share a scale; the only file that does scale-shape arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lowbit.record import TaggedRecord, check_integer
+
+Shape = tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """c = (i // period) * channels + (i // inner) % channels
+
+    The scale group ``c`` of element ``i`` of the dense memory: all that a fused kernel needs to know of a granularity.
+    """
+
+    period: int
+    channels: int
+    inner: int
+
+
+class Granularity(TaggedRecord, tag="per"):
+    """Which elements share a scale. Three views of one idea:
+
+    - ``scale_shape`` says what shape the scale must have;
+    - ``split``, ``spread`` and ``reduced_axes`` give the broadcasting that plain torch runs on;
+    - ``layout`` gives the index arithmetic that fused kernels run on.
+    """
+
+    def scale_shape(self, shape: Sequence[int]) -> Shape:
+        """The shape of the scale for data of this shape; ValueError where the granularity does not fit it."""
+        raise NotImplementedError
+
+    def split_shape(self, shape: Sequence[int]) -> Shape:
+        """The shape in which every axis lies either inside a scale group or across groups."""
+        return tuple(shape)
+
+    def group_axes(self, rank: int) -> Shape:
+        """The axes of the split shape, from the end (-1 is the last), that lie across groups."""
+        raise NotImplementedError
+
+    def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
+        """The Layout of dense memory with these strides, or None where no Layout can say it."""
+        raise NotImplementedError
+
+    def split(self, x: Tensor) -> Tensor:
+        """``x`` in its split shape: always a view, whatever the strides."""
+        return x.view(self.split_shape(x.shape)) if self.splits else x
+
+    def join(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse of ``split``."""
+        return x.reshape(tuple(shape)) if self.splits else x
+
+    def spread(self, scale: Tensor, split: Tensor) -> Tensor:
+        """The scale with the rank of the split tensor, ready to broadcast against it."""
+        shape = [1] * split.dim()
+        for axis, size in zip(self.group_axes(split.dim()), scale.shape, strict=True):
+            shape[axis] = size
+        return scale.reshape(shape)
+
+    def reduced_axes(self, rank: int) -> Shape:
+        """The axes of a split tensor of this rank whose elements share a scale."""
+        across = self.group_axes(rank)
+        return tuple(axis for axis in range(-rank, 0) if axis not in across)
+
+    def group_size(self, shape: Sequence[int]) -> int:
+        """How many elements share one scale."""
+        groups = math.prod(self.scale_shape(shape))
+        return math.prod(shape) // groups if groups else 0
+
+    @property
+    def splits(self) -> bool:
+        """Whether the split shape differs from the shape."""
+        return False
+
+    @property
+    def shape_follows_batch(self) -> bool:
+        """Whether the scale's shape grows with the batch, so that no state can hold it."""
+        return False
+
+
+@dataclass(frozen=True)
+class PerTensor(Granularity, kind="tensor"):
+    """One scale for the whole tensor: shape ()."""
+
+    def scale_shape(self, shape: Sequence[int]) -> Shape:
+        return ()
+
+    def group_axes(self, rank: int) -> Shape:
+        return ()
+
+    def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
+        size = max(math.prod(shape), 1)
+        return Layout(size, 1, size) if _memory_order(shape, stride) is not None else None
+
+
+@dataclass(frozen=True)
+class PerChannel(Granularity, kind="channel"):
+    """One scale for each index of ``axis``: shape (C,)."""
+
+    axis: int
+
+    def __post_init__(self) -> None:
+        check_integer("axis", self.axis, -64, 63)
+
+    def _axis(self, rank: int) -> int:
+        if not -rank <= self.axis < rank:
+            raise ValueError(
+                f"{self} does not fit a tensor of {rank} dimensions; axis must be from {-rank} to {rank - 1}"
+            )
+        return self.axis % rank - rank
+
+    def scale_shape(self, shape: Sequence[int]) -> Shape:
+        return (shape[self._axis(len(shape))],)
+
+    def group_axes(self, rank: int) -> Shape:
+        return (self._axis(rank),)
+
+    def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
+        order = _memory_order(shape, stride)
+        if order is None:
+            return None
+        axis = self._axis(len(shape)) + len(shape)
+        within = order[order.index(axis) + 1 :] if axis in order else []
+        return Layout(max(math.prod(shape), 1), shape[axis], math.prod(shape[i] for i in within))
+
+
+@dataclass(frozen=True)
+class PerToken(Granularity, kind="token"):
+    """One scale for each row along the last axis: shape x.shape[:-1]."""
+
+    def scale_shape(self, shape: Sequence[int]) -> Shape:
+        _check_rank(self, shape, 1)
+        return tuple(shape[:-1])
+
+    def group_axes(self, rank: int) -> Shape:
+        return tuple(range(-rank, -1))
+
+    def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
+        _check_rank(self, shape, 1)
+        order = _memory_order(shape, stride)
+        last = len(shape) - 1
+        if order is None or (rows := [axis for axis in order if axis != last]) != sorted(rows):
+            return None
+        faster = math.prod(shape[axis] for axis in order[order.index(last) + 1 :]) if last in order else 1
+        return Layout(max(shape[-1], 1) * faster, faster, 1)
+
+    @property
+    def shape_follows_batch(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class PerGroup(Granularity, kind="group"):
+    """One scale for each run of ``size`` elements of the last axis: shape x.shape[:-1] + (D / size,)."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        check_integer("size", self.size, 1)
+
+    def scale_shape(self, shape: Sequence[int]) -> Shape:
+        return self.split_shape(shape)[:-1]
+
+    def split_shape(self, shape: Sequence[int]) -> Shape:
+        _check_rank(self, shape, 1)
+        return (*shape[:-1], _divide(self, "size", self.size, shape, -1), self.size)
+
+    def group_axes(self, rank: int) -> Shape:
+        return tuple(range(-rank, -1))
+
+    def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
+        self.scale_shape(shape)
+        return Layout(self.size, 1, self.size) if _is_row_major(shape, stride) else None
+
+    @property
+    def splits(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class PerBlock(Granularity, kind="block"):
+    """One scale for each block of ``rows`` x ``columns`` of the last two axes: shape (..., R / rows, C / columns)."""
+
+    rows: int
+    columns: int
+
+    def __post_init__(self) -> None:
+        check_integer("rows", self.rows, 1)
+        check_integer("columns", self.columns, 1)
+
+    def scale_shape(self, shape: Sequence[int]) -> Shape:
+        *leading, down, _, across, _ = self.split_shape(shape)
+        return (*leading, down, across)
+
+    def split_shape(self, shape: Sequence[int]) -> Shape:
+        _check_rank(self, shape, 2)
+        down = _divide(self, "rows", self.rows, shape, -2)
+        across = _divide(self, "columns", self.columns, shape, -1)
+        return (*shape[:-2], down, self.rows, across, self.columns)
+
+    def group_axes(self, rank: int) -> Shape:
+        return (*range(-rank, -3), -2)
+
+    def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
+        across = self.scale_shape(shape)[-1]
+        period = max(self.rows * shape[-1], 1)
+        return Layout(period, max(across, 1), self.columns) if _is_row_major(shape, stride) else None
+
+    @property
+    def splits(self) -> bool:
+        return True
+
+
+def _check_rank(per: Granularity, shape: Sequence[int], rank: int) -> None:
+    if len(shape) < rank:
+        raise ValueError(f"{per} needs a tensor of at least {rank} dimension(s), but got shape {tuple(shape)}")
+
+
+def _divide(per: Granularity, name: str, size: int, shape: Sequence[int], axis: int) -> int:
+    if shape[axis] % size:
+        raise ValueError(
+            f"{per} does not fit shape {tuple(shape)}: {name} must divide {shape[axis]}, the size of axis {axis}"
+        )
+    return shape[axis] // size
+
+
+def _memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
+    """The axes of more than one element, slowest first, if they fill memory without gap or overlap; else None."""
+    if 0 in shape:
+        return list(range(len(shape)))
+    order = sorted((axis for axis in range(len(shape)) if shape[axis] != 1), key=lambda axis: -stride[axis])
+    expected = 1
+    for axis in reversed(order):
+        if stride[axis] != expected:
+            return None
+        expected *= shape[axis]
+    return order
+
+
+def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    order = _memory_order(shape, stride)
+    return order is not None and order == sorted(order)

@@ -1,0 +1,294 @@
+"""The law in plain torch: runs on any device, and is what torch.compile traces.
+
+Operands keep the input's dtype and memory format until the scale, spread to the input's rank, promotes them to the
+dtype of the arithmetic. Divisors are tensors on the device. Temporaries are reused in place where vmap allows it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowbit.granularity import Granularity
+from lowbit.grid import Grid
+from lowbit.kernels.precision import math_dtype
+from lowbit.ste import SteKind
+
+# A row this long is summed by one thread, so the order of additions does not depend on how many there are.
+_SUM_ROW = 4096
+
+
+def round(x: Tensor) -> Tensor:
+    """y = round(x), half to even"""
+    return torch.round(x)
+
+
+def ceil(x: Tensor) -> Tensor:
+    """y = ceil(x)"""
+    return torch.ceil(x)
+
+
+def floor(x: Tensor) -> Tensor:
+    """y = floor(x)"""
+    return torch.floor(x)
+
+
+def clamp(x: Tensor, min_value: float, max_value: float) -> Tensor:
+    """y = min(max(x, min_value), max_value)"""
+    return _narrow(torch.clamp(_widen(x), min_value, max_value), x)
+
+
+def clamp_backward(grad_output: Tensor, x: Tensor, min_value: float, max_value: float) -> Tensor:
+    """dx = g where min_value <= x <= max_value, else 0"""
+    wide = _widen(x)
+    return torch.where((wide >= min_value) & (wide <= max_value), grad_output, 0)
+
+
+def step_quantize(x: Tensor, step: float) -> Tensor:
+    """y = round(x / step) * step"""
+    wide = x.to(math_dtype(x.dtype))
+    size = torch.full((), step, dtype=wide.dtype, device=x.device)
+    return _narrow((wide / size).round_() * size, x)
+
+
+def k_bit_quantize(x: Tensor, k: int) -> Tensor:
+    """y = round((2^k - 1) * x) / (2^k - 1)"""
+    wide = x.to(math_dtype(x.dtype))
+    levels = torch.full((), float(1 << k) - 1, dtype=wide.dtype, device=x.device)
+    return _narrow((wide * levels).round_() / levels, x)
+
+
+def fake_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, grid: Grid, per: Granularity
+) -> Tensor:
+    """y = (q - z) * s,  q = clamp(round(x / s) + z, quant_min, quant_max)"""
+    split, s, z = _spread(x, scale, zero_point, per)
+    q = _clamp_codes(_shift(_round_codes(split, s), z), grid)
+    if z is not None:
+        q = q.sub_(z)
+    return per.join(q.mul_(s).to(x.dtype), x.shape)
+
+
+def fake_quantize_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    grid: Grid,
+    per: Granularity,
+    ste: SteKind,
+) -> Tensor:
+    """dx = the rule of ``ste``"""
+    if ste is SteKind.IDENTITY:
+        return grad_output.to(x.dtype)
+    split, s, z = _spread(x, scale, zero_point, per)
+    dx = _RULES[ste](per.split(grad_output), split, s, z, grid)
+    return per.join(dx.to(x.dtype), x.shape)
+
+
+# The forward of a learned scale is the same formula; only its backward differs.
+learned_fake_quantize = fake_quantize
+
+
+def learned_fake_quantize_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    grid: Grid,
+    per: Granularity,
+    ste: SteKind,
+    method: str = "lsq",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx = the rule of ``ste``,  ds = sum(g * t),  dz = sum(-g * s) where x lies outside the range
+
+    lsq:   t = round(x / s) - x / s where lo <= x <= hi, quant_min - z below, quant_max - z above
+    pact:  t = quant_min - z where x <= lo, quant_max - z where x >= hi, else 0
+    """
+    dx = fake_quantize_backward(grad_output, x, scale, zero_point, grid=grid, per=per, ste=ste)
+    split, s, z = _spread(x, scale, zero_point, per)
+    g = per.split(grad_output)
+    low, high = _code_ends(z, grid)
+    if method == "pact":
+        below, above, inside = split <= low * s, split >= high * s, torch.zeros_like(s)
+    else:
+        v = split / s
+        below, above, inside = split < low * s, split > high * s, v.round() - v
+    slope = torch.where(above, high, torch.where(below, low, inside))
+    ds = torch.where(split.isnan(), 0, g * slope)
+    dz = torch.where(above | below, -g * s, 0)
+    return dx, _sum(ds, per, scale.shape), _sum(dz, per, scale.shape)
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    grid: Grid,
+    per: Granularity,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """q = clamp(round(x / s) + z, quant_min, quant_max); as integers, NaN becomes z"""
+    split, s, z = _spread(x, scale, zero_point, per)
+    q = _round_codes(split, s)
+    if dtype is not None:
+        q = q.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    q = _clamp_codes(_shift(q, z), grid)
+    return per.join(q if dtype is None else q.to(dtype), x.shape)
+
+
+def quantize_backward(
+    grad_output: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, grid: Grid, per: Granularity
+) -> Tensor:
+    """dx = g / s where quant_min <= round(x / s) + z <= quant_max, else 0"""
+    split, s, z = _spread(x, scale, zero_point, per)
+    dx = _in_range(per.split(grad_output) / s, split, s, z, grid)
+    return per.join(dx.to(x.dtype), x.shape)
+
+
+def dequantize(
+    q: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, per: Granularity, dtype: torch.dtype
+) -> Tensor:
+    """y = (q - z) * s"""
+    wide = torch.float64 if torch.float64 in (q.dtype, dtype) else torch.float32
+    split = per.split(q).to(wide)
+    if zero_point is not None:
+        split = split - per.spread(zero_point, split).to(wide)
+    return per.join((split * per.spread(scale.to(wide), split)).to(dtype), q.shape)
+
+
+def dequantize_backward(
+    grad_output: Tensor, scale: Tensor, *, per: Granularity, dtype: torch.dtype | None = None
+) -> Tensor:
+    """dq = g * s"""
+    split = per.split(grad_output)
+    dq = split * per.spread(scale.to(math_dtype(split.dtype)), split)
+    return per.join(dq.to(grad_output.dtype if dtype is None else dtype), grad_output.shape)
+
+
+def abs_max(x: Tensor, *, per: Granularity) -> Tensor:
+    """m[c] = max(abs(x)) over the finite x of group c, 0 where there is none"""
+    if x.numel() == 0:
+        return _zeros(x, per)
+    split = per.split(x)
+    finite = torch.where(split.isfinite(), split, 0)
+    return finite.abs().amax(per.reduced_axes(split.dim())).to(math_dtype(x.dtype))
+
+
+def min_max(x: Tensor, *, per: Granularity) -> tuple[Tensor, Tensor]:
+    """lo[c], hi[c] = min(x), max(x) over the finite x of group c, 0 and 0 where there is none"""
+    if x.numel() == 0:
+        return _zeros(x, per), _zeros(x, per)
+    split = per.split(x)
+    finite, axes = split.isfinite(), per.reduced_axes(split.dim())
+    lo = torch.where(finite, split, math.inf).amin(axes)
+    hi = torch.where(finite, split, -math.inf).amax(axes)
+    lo, hi = (torch.where(end.isfinite(), end, 0).to(math_dtype(x.dtype)) for end in (lo, hi))
+    return lo, hi
+
+
+def mean_abs(x: Tensor, *, per: Granularity) -> Tensor:
+    """m[c] = mean(abs(x)) over the finite x of group c, 0 where there is none"""
+    split, shape = per.split(x), per.scale_shape(x.shape)
+    wide = split.to(math_dtype(x.dtype))
+    finite = wide.isfinite()
+    total = _sum(torch.where(finite, wide.abs(), 0), per, shape)
+    return total / _sum(finite.to(wide.dtype), per, shape).clamp_min(1)
+
+
+def mean_std(x: Tensor, *, per: Granularity) -> tuple[Tensor, Tensor]:
+    """mu[c], sigma[c] = mean(x), sqrt(mean((x - mu)^2)) over the finite x of group c, 0 and 0 where there is none"""
+    split, shape = per.split(x), per.scale_shape(x.shape)
+    wide = split.to(math_dtype(x.dtype))
+    finite = wide.isfinite()
+    count = _sum(finite.to(wide.dtype), per, shape).clamp_min(1)
+    mean = _sum(torch.where(finite, wide, 0), per, shape) / count
+    deviation = wide - per.spread(mean, wide)
+    return mean, (_sum(torch.where(finite, deviation * deviation, 0), per, shape) / count).sqrt()
+
+
+def _spread(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, per: Granularity
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    dtype, split = math_dtype(x.dtype), per.split(x)
+    z = None if zero_point is None else per.spread(zero_point, split).to(dtype)
+    return split, per.spread(scale.to(dtype), split), z
+
+
+def _round_codes(split: Tensor, s: Tensor) -> Tensor:
+    return torch.div(split, s).round_()
+
+
+def _shift(q: Tensor, z: Tensor | None) -> Tensor:
+    # Adding 0 turns -0 into the code 0, as an integer would.
+    return q.add_(0.0) if z is None else q + z
+
+
+def _clamp_codes(q: Tensor, grid: Grid) -> Tensor:
+    return q.clamp_min_(grid.quant_min).clamp_max_(grid.quant_max)
+
+
+def _code_ends(z: Tensor | None, grid: Grid) -> tuple[Tensor | int, Tensor | int]:
+    """quant_min - z, quant_max - z"""
+    return (grid.quant_min, grid.quant_max) if z is None else (grid.quant_min - z, grid.quant_max - z)
+
+
+def _clipped_identity(g: Tensor, x: Tensor, s: Tensor, z: Tensor | None, grid: Grid) -> Tensor:
+    low, high = _code_ends(z, grid)
+    return torch.where((x >= low * s) & (x <= high * s), g, 0)
+
+
+def _in_range(g: Tensor, x: Tensor, s: Tensor, z: Tensor | None, grid: Grid) -> Tensor:
+    q = _shift(_round_codes(x, s), z)
+    return torch.where((q >= grid.quant_min) & (q <= grid.quant_max), g, 0)
+
+
+def _tanh(g: Tensor, x: Tensor, s: Tensor, z: Tensor | None, grid: Grid) -> Tensor:
+    t = torch.tanh(x / s)
+    return torch.where(x.isfinite(), g * (1 - t * t), 0)
+
+
+def _hard_tanh(g: Tensor, x: Tensor, s: Tensor, z: Tensor | None, grid: Grid) -> Tensor:
+    low, high = _code_ends(z, grid)
+    bound = torch.where(x >= 0, high * s, -(low * s))
+    inside = x.abs() < bound
+    # The bound of an empty side is 0; a second derivative would see 0 / 0 there.
+    return torch.where(inside, g * (1 - x.abs() / torch.where(inside, bound, 1)), 0)
+
+
+_RULES = {
+    SteKind.CLIPPED_IDENTITY: _clipped_identity,
+    SteKind.IN_RANGE: _in_range,
+    SteKind.TANH: _tanh,
+    SteKind.HARD_TANH: _hard_tanh,
+}
+
+
+def _sum(terms: Tensor, per: Granularity, shape: tuple[int, ...]) -> Tensor:
+    """The sum of each scale group, in an order that does not depend on the number of threads."""
+    if math.prod(shape) != 1:
+        return terms.sum(per.reduced_axes(terms.dim()))
+    # torch splits a sum with a single result by the number of threads; rows of fixed length are split by row.
+    while terms.numel() > _SUM_ROW:
+        flat = terms.flatten()
+        terms = torch.nn.functional.pad(flat, (0, -flat.numel() % _SUM_ROW)).view(-1, _SUM_ROW).sum(1)
+    return terms.sum().reshape(shape)
+
+
+def _zeros(x: Tensor, per: Granularity) -> Tensor:
+    return torch.zeros(per.scale_shape(x.shape), dtype=math_dtype(x.dtype), device=x.device)
+
+
+def _widen(x: Tensor) -> Tensor:
+    """Half precision in float32; every other dtype as it is."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _narrow(y: Tensor, x: Tensor) -> Tensor:
+    """y in x's dtype; integers in, whatever the arithmetic gave out."""
+    return y.to(x.dtype) if x.is_floating_point() else y
