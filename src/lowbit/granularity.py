@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class Granularity(TaggedRecord, tag="per"):
     """Which elements share a scale. Three views of one idea:
 
     - ``scale_shape`` says what shape the scale must have;
-    - ``split``, ``spread`` and ``reduced_axes`` give the broadcasting that plain torch runs on;
+    - ``split``, ``spread`` and ``reduce`` give the broadcasting that plain torch runs on;
     - ``layout`` gives the index arithmetic that fused kernels run on.
     """
 
@@ -64,10 +64,12 @@ class Granularity(TaggedRecord, tag="per"):
             shape[axis] = size
         return scale.reshape(shape)
 
-    def reduced_axes(self, rank: int) -> Shape:
-        """The axes of a split tensor of this rank whose elements share a scale."""
-        across = self.group_axes(rank)
-        return tuple(axis for axis in range(-rank, 0) if axis not in across)
+    def reduce(self, reduction: Callable[[Tensor, Shape], Tensor], split: Tensor) -> Tensor:
+        """The reduction of each scale group of a split tensor, in the scale's shape."""
+        across = self.group_axes(split.dim())
+        axes = tuple(axis for axis in range(-split.dim(), 0) if axis not in across)
+        # torch reads an empty tuple of axes as all of them.
+        return reduction(split, axes) if axes else split
 
     def group_size(self, shape: Sequence[int]) -> int:
         """How many elements share one scale."""

@@ -54,7 +54,7 @@ class Observer(nn.Module):
         split = self.per.split(x)
         finite = split.isfinite()
         self.nonfinite += (~finite).sum()
-        fresh = finite.sum(self.per.reduced_axes(split.dim()))
+        fresh = self.per.reduce(torch.sum, finite.long())
         low, high = min_max(x, self.per)
         self._update(x, low.to(self.low.dtype), high.to(self.high.dtype), fresh > 0)
         self.count += fresh

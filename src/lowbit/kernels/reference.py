@@ -177,7 +177,7 @@ def abs_max(x: Tensor, *, per: Granularity) -> Tensor:
         return _zeros(x, per)
     split = per.split(x)
     finite = torch.where(split.isfinite(), split, 0)
-    return finite.abs().amax(per.reduced_axes(split.dim())).to(math_dtype(x.dtype))
+    return per.reduce(torch.amax, finite.abs()).to(math_dtype(x.dtype))
 
 
 def min_max(x: Tensor, *, per: Granularity) -> tuple[Tensor, Tensor]:
@@ -185,9 +185,9 @@ def min_max(x: Tensor, *, per: Granularity) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         return _zeros(x, per), _zeros(x, per)
     split = per.split(x)
-    finite, axes = split.isfinite(), per.reduced_axes(split.dim())
-    lo = torch.where(finite, split, math.inf).amin(axes)
-    hi = torch.where(finite, split, -math.inf).amax(axes)
+    finite = split.isfinite()
+    lo = per.reduce(torch.amin, torch.where(finite, split, math.inf))
+    hi = per.reduce(torch.amax, torch.where(finite, split, -math.inf))
     lo, hi = (torch.where(end.isfinite(), end, 0).to(math_dtype(x.dtype)) for end in (lo, hi))
     return lo, hi
 
@@ -272,7 +272,7 @@ _RULES = {
 def _sum(terms: Tensor, per: Granularity, shape: tuple[int, ...]) -> Tensor:
     """The sum of each scale group, in an order that does not depend on the number of threads."""
     if math.prod(shape) != 1:
-        return terms.sum(per.reduced_axes(terms.dim()))
+        return per.reduce(torch.sum, terms)
     # torch splits a sum with a single result by the number of threads; rows of fixed length are split by row.
     while terms.numel() > _SUM_ROW:
         flat = terms.flatten()
