@@ -19,7 +19,7 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports --no-logo
 
 docs: $(INSTALLED)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 pytest: $(INSTALLED)
 	$(BIN)/pytest -n 2 -m "not long"

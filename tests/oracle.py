@@ -2,7 +2,7 @@
 
 Every function works element by element on flat arrays: ``group[i]`` is the scale group of element i, found by counting
 indices, not by the library's own arithmetic. A code comes with its ``margin``: how far x / s lies from the nearest
-rounding boundary. A float32 quotient is right to half an eps of x / s, so codes must agree wherever the margin is larger.
+boundary where rounding changes. A float32 quotient is right to half an eps of x / s: codes must agree beyond that.
 """
 
 from __future__ import annotations
@@ -155,14 +155,17 @@ def symmetric_scale(x: Tensor, grid: Grid, per: object, statistic: str = "abs_ma
     )
 
 
-def affine_params(x: Tensor, grid: Grid, per: object) -> tuple[Tensor, Tensor]:
-    scales, zero_points = [], []
+def affine_params(x: Tensor, grid: Grid, per: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale, zero point, and the distance of the zero point before rounding from the nearest half-integer."""
+    scales, zero_points, margins = [], [], []
     for group in _groups(x, per):
         lo, hi = min([0.0, *group]), max([0.0, *group])
         s = max((hi - lo) / (grid.quant_max - grid.quant_min), 1e-12)
         scales.append(s)
-        zero_points.append(min(max(round(grid.quant_min - lo / s), grid.quant_min), grid.quant_max))
-    return _scales(scales, x, per), _scales(zero_points, x, per)
+        z = grid.quant_min - lo / s
+        zero_points.append(min(max(round(z), grid.quant_min), grid.quant_max))
+        margins.append(abs(z - math.floor(z) - 0.5))
+    return _scales(scales, x, per), _scales(zero_points, x, per), _scales(margins, x, per)
 
 
 def _groups(x: Tensor, per: object) -> list[list[float]]:

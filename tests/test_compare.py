@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import oracle
 import pytest
 import torch
-from compare import assert_codes, assert_gradient, assert_same_bits
 
+import oracle
+from compare import assert_codes, assert_gradient, assert_same_bits
 from lowbit import Grid, PerTensor
 
 ONE = torch.ones(3)

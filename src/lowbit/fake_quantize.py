@@ -121,8 +121,10 @@ class FakeQuantize(nn.Module):
         """lo, hi = (quant_min - z) * s, (quant_max - z) * s"""
         if isinstance(self.scale_mode, PerBatch):
             raise ValueError("PerBatch() takes its range from each batch; there is no float_range without data")
-        scale, zero_point = self._state_params()
-        return (self.grid.quant_min - zero_point) * scale, (self.grid.quant_max - zero_point) * scale
+        with torch.no_grad():
+            scale, zero_point = self._state_params()
+            zero_point = nearest_zero_point(zero_point, self.grid)
+            return (self.grid.quant_min - zero_point) * scale, (self.grid.quant_max - zero_point) * scale
 
     def forward(self, x: Tensor) -> Tensor:
         """Quantize x; in training mode, while observing, take its statistics in first."""
@@ -141,7 +143,7 @@ class FakeQuantize(nn.Module):
             return grad_output
         with torch.no_grad():
             scale, zero_point = self._params(x)
-            if zero_point is not None and zero_point.is_floating_point():
+            if zero_point is not None:
                 zero_point = nearest_zero_point(zero_point, self.grid)
             return fake_quantize_backward(
                 grad_output, x, scale, zero_point, grid=self.grid, per=self.per, ste=self._effective_ste
@@ -267,7 +269,7 @@ class FakeQuantize(nn.Module):
             self.zero_point.copy_(torch.where(self.initialized, zero_point, self.zero_point))
 
     def _start(self, x: Tensor, method: str) -> None:
-        """The first value of a learned scale; groups without data start at 1"""
+        """The first value of a learned scale; a group without data starts at the mean of the others"""
         has_data = abs_max(x, self.per) > 0
         zero_point = self.zero_point
         if not self.symmetric and method == "lsq+":
@@ -282,10 +284,13 @@ class FakeQuantize(nn.Module):
             scale = reach / (2 ** (self.bits - 1) if self.grid.signed else self.grid.quant_max)
         else:
             scale = 2 * mean_abs(x, self.per) / math.sqrt(self.grid.quant_max)
-        self.scale.copy_(torch.where(has_data, scale.clamp_min(SCALE_FLOOR), 1))
-        self.zero_point.copy_(torch.where(has_data, zero_point, 0))
+        scale = scale.clamp_min(SCALE_FLOOR)
+        live = has_data.sum().clamp_min(1)
+        scale = torch.where(has_data, scale, (scale * has_data).sum() / live)
+        self.initialized.copy_(has_data.any())
+        self.scale.copy_(torch.where(self.initialized, scale, self.scale))
+        self.zero_point.copy_(torch.where(self.initialized, zero_point, self.zero_point))
         self.initial_scale.copy_(self.scale)
-        self.initialized.copy_(has_data)
 
     def _params(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The scale and zero point (None for 0) that quantize x."""

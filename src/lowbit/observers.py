@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from lowbit.functional.check import check_float, check_grid, check_per
 from lowbit.functional.statistics import min_max
 from lowbit.granularity import Granularity, PerChannel, PerTensor
 from lowbit.grid import Grid
-from lowbit.record import check_choice, check_flag, check_integer, check_real
+from lowbit.record import check_choice, check_finite, check_flag, check_integer
 from lowbit.scale import EMA, NotCalibratedError, affine_params, symmetric_scale
 
 
-class Observer(nn.Module):
+class Observer(nn.Module, ABC):
     """observe(x) any number of times, then quant_params(grid, symmetric) -> scale, zero_point
 
     Statistics are kept per scale group and skip non-finite values, which ``nonfinite`` counts. They take their shape
@@ -181,7 +181,7 @@ class Histogram(Observer):
         check_integer("candidates", candidates, 1)
         if bins % 2:
             raise ValueError(f"bins is {bins}, but it must be even, so that 0 is a bin's edge")
-        if not 0 < check_real("percentile", percentile) <= 100:
+        if not 0 < check_finite("percentile", percentile) <= 100:
             raise ValueError(f"percentile is {percentile}, but it must be above 0 and at most 100")
         self.method, self.bins, self.percentile, self.candidates = method, bins, percentile, candidates
 

@@ -17,13 +17,21 @@ def check_integer(name: str, value: object, minimum: int, maximum: int | None = 
         raise ValueError(f"{name} is {value}, but it must be {wanted}")
 
 
-def check_real(name: str, value: object) -> float:
-    """Refuse what is not a finite real number, naming the field."""
+def check_number(name: str, value: object) -> float:
+    """Refuse what is not a real number, naming the field; infinities are numbers, NaN is not."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value}, but it must be finite")
+    if math.isnan(value):
+        raise ValueError(f"{name} is NaN, but it must be a number")
     return float(value)
+
+
+def check_finite(name: str, value: object) -> float:
+    """Refuse what is not a finite real number, naming the field."""
+    number = check_number(name, value)
+    if math.isinf(number):
+        raise ValueError(f"{name} is {number}, but it must be finite")
+    return number
 
 
 def check_flag(name: str, value: object) -> None:

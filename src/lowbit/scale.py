@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowbit.grid import Grid
-from lowbit.record import TaggedRecord, check_choice, check_flag, check_integer, check_real
+from lowbit.record import TaggedRecord, check_choice, check_finite, check_flag, check_integer
 
 SCALE_FLOOR = 1e-12
 
@@ -45,7 +45,7 @@ class EMA(ScaleMode, kind="ema"):
     decay: float = 0.99
 
     def __post_init__(self) -> None:
-        decay = check_real("decay", self.decay)
+        decay = check_finite("decay", self.decay)
         if not 0 <= decay < 1:
             raise ValueError(f"decay is {self.decay}, but it must be at least 0 and below 1")
 
@@ -98,7 +98,9 @@ def affine_params(lo: Tensor, hi: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def nearest_zero_point(zero_point: Tensor, grid: Grid) -> Tensor:
-    """z = clamp(round(zero_point), quant_min, quant_max), as int32"""
+    """z = clamp(round(zero_point), quant_min, quant_max), as int32; integers are in the grid already"""
+    if not zero_point.is_floating_point():
+        return zero_point
     return zero_point.round().clamp(grid.quant_min, grid.quant_max).to(torch.int32)
 
 

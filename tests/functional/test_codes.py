@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import math
 
-import inputs
-import oracle
 import pytest
 import torch
-from compare import assert_codes, assert_same_bits
 
+import inputs
+import oracle
+from compare import assert_codes, assert_same_bits
 from lowbit import Grid, PerTensor, SteKind
 from lowbit.functional import (
     dequantize,

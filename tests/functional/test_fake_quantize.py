@@ -3,12 +3,12 @@ from __future__ import annotations
 import itertools
 import math
 
-import inputs
-import oracle
 import pytest
 import torch
-from compare import assert_codes, assert_gradient, assert_same_bits
 
+import inputs
+import oracle
+from compare import assert_codes, assert_gradient, assert_same_bits
 from lowbit import Grid, PerChannel, PerTensor, PerToken, SteKind
 from lowbit.functional import fake_quantize, fake_quantize_backward, quantize
 from lowbit.granularity import Granularity

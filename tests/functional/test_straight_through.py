@@ -3,12 +3,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import inputs
 import pytest
 import torch
-from compare import assert_same_bits
 
+import inputs
 import lowbit.functional as F
+from compare import assert_same_bits
 from lowbit.functional import straight_through
 
 Op = Callable[[torch.Tensor], torch.Tensor]

@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit.granularity import Granularity
 from lowbit.grid import Grid
 from lowbit.kernels.precision import math_dtype
-from lowbit.record import check_real
+from lowbit.record import check_finite
 from lowbit.ste import SteKind
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -64,7 +64,7 @@ def check_scale(scale: Tensor | float, x: Tensor, per: Granularity, *, learned: 
     """The scale as a Tensor of the shape that ``per`` asks for; positive and finite."""
     shape = per.scale_shape(x.shape)
     if not isinstance(scale, Tensor):
-        value = check_real("scale", scale)
+        value = check_finite("scale", scale)
         _check_scale_range(value, value)
         return torch.full(shape, scale, dtype=math_dtype(x.dtype), device=x.device)
     if scale.dtype not in FLOATS:

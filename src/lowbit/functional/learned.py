@@ -134,6 +134,4 @@ def _factor(x: Tensor, grid: Grid, per: Granularity, method: str, batch_axis: in
 
 
 def _grid_zero_point(zero_point: Tensor | None, grid: Grid) -> Tensor | None:
-    if zero_point is None or not zero_point.is_floating_point():
-        return zero_point
-    return nearest_zero_point(zero_point, grid)
+    return None if zero_point is None else nearest_zero_point(zero_point, grid)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.functional.check import check_float, check_grad, check_tensor
 from lowbit.kernels import plan
-from lowbit.record import check_integer, check_real
+from lowbit.record import check_finite, check_integer, check_number
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -141,8 +141,8 @@ def clamp(x: Tensor, min_value: float, max_value: float) -> Tensor:
     tensor([-1.0000,  0.5000])
     """
     check_tensor("x", x)
-    check_real("min_value", min_value)
-    check_real("max_value", max_value)
+    check_number("min_value", min_value)
+    check_number("max_value", max_value)
     return clamp_atgf.apply(x, min_value, max_value)
 
 
@@ -154,8 +154,8 @@ def clamp_backward(grad_output: Tensor, x: Tensor, min_value: float, max_value: 
     """
     check_tensor("x", x)
     check_grad(grad_output, x)
-    check_real("min_value", min_value)
-    check_real("max_value", max_value)
+    check_number("min_value", min_value)
+    check_number("max_value", max_value)
     return plan.run("clamp_backward", x, grad_output, x, min_value, max_value, differentiable=torch.is_grad_enabled())
 
 
@@ -217,7 +217,7 @@ def clamp_by_linear(x: Tensor, eps: float = 1e-5) -> Tensor:
     tensor([0.0000, 0.5000, 1.0000])
     """
     check_float("x", x)
-    if check_real("eps", eps) < 0:
+    if check_finite("eps", eps) < 0:
         raise ValueError(f"eps is {eps}, but it must not be negative")
     if x.numel() == 0:
         return x.clone()
@@ -228,7 +228,7 @@ def clamp_by_linear(x: Tensor, eps: float = 1e-5) -> Tensor:
 
 def _check_step(x: Tensor, step: float) -> None:
     check_tensor("x", x)
-    if check_real("step", step) <= 0:
+    if check_finite("step", step) <= 0:
         raise ValueError(f"step is {step}, but it must be positive")
 
 

@@ -49,7 +49,7 @@ _OPS: dict[str, _Op] = {
     "fake_quantize_backward": _Op(("grad_output", "x", "scale", "zero_point"), 3, ("grid", "per", "ste"), 4),
     "learned_fake_quantize": _Op(("x", "scale", "zero_point"), 2, ("grid", "per"), 2),
     "learned_fake_quantize_backward": _Op(
-        ("grad_output", "x", "scale", "zero_point"), 3, ("grid", "per", "ste"), 6, sums=True
+        ("grad_output", "x", "scale", "zero_point"), 3, ("grid", "per", "ste"), 8, sums=True
     ),
     "quantize": _Op(("x", "scale", "zero_point"), 2, ("grid", "per"), 2),
     "quantize_backward": _Op(("grad_output", "x", "scale", "zero_point"), 3, ("grid", "per"), 4),
@@ -58,7 +58,7 @@ _OPS: dict[str, _Op] = {
     "abs_max": _Op(("x",), 1, ("per",), 3),
     "min_max": _Op(("x",), 1, ("per",), 3),
     "mean_abs": _Op(("x",), 1, ("per",), 4, sums=True),
-    "mean_std": _Op(("x",), 1, ("per",), 4, sums=True),
+    "mean_std": _Op(("x",), 1, ("per",), 8, sums=True),
 }
 
 
@@ -147,6 +147,10 @@ class Plan:
                 return Verdict(False, f"{name} is on {arg.device}, but the plan was made for {self.device}")
             if name in ("x", "q") and arg.dtype != self.dtype:
                 return Verdict(False, f"{name} is {arg.dtype}, but the plan was made for {self.dtype}")
+            if name in ("grad_output", "scale") and not arg.is_floating_point():
+                return Verdict(False, f"{name} is {arg.dtype}, but it must be a float tensor")
+            if name == "zero_point" and (arg.is_floating_point() or arg.dtype == torch.bool):
+                return Verdict(False, f"{name} is {arg.dtype}, but it must be an integer tensor")
         return Verdict(True, "")
 
     def run(self, *args: Any, **options: Any) -> Any:
@@ -174,8 +178,13 @@ def _select(
     names = [backend.name for backend in _BACKENDS]
     if prefer not in ("auto", *names):
         raise ValueError(f"prefer is {prefer!r}, but it must be one of auto, {', '.join(names)}")
+    for name, value, kind in (("grid", grid, Grid), ("per", per, Granularity), ("ste", ste, SteKind)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a {kind.__name__}")
     if "per" in spec.records:
         per.scale_shape(shape)  # raises where the granularity does not fit
+        if "x" in spec.tensors and not dtype.is_floating_point:
+            raise TypeError(f"like is {dtype}, but {op} takes a float tensor")
     for backend in _BACKENDS:
         if prefer not in ("auto", backend.name):
             continue

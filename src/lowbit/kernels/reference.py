@@ -197,19 +197,21 @@ def mean_abs(x: Tensor, *, per: Granularity) -> Tensor:
     split, shape = per.split(x), per.scale_shape(x.shape)
     wide = split.to(math_dtype(x.dtype))
     finite = wide.isfinite()
-    total = _sum(torch.where(finite, wide.abs(), 0), per, shape)
-    return total / _sum(finite.to(wide.dtype), per, shape).clamp_min(1)
+    count = _sum(finite.to(wide.dtype), per, shape).clamp_min(1)
+    # Divided before the sum, which could overflow.
+    return _sum(torch.where(finite, wide.abs() / per.spread(count, wide), 0), per, shape)
 
 
 def mean_std(x: Tensor, *, per: Granularity) -> tuple[Tensor, Tensor]:
     """mu[c], sigma[c] = mean(x), sqrt(mean((x - mu)^2)) over the finite x of group c, 0 and 0 where there is none"""
     split, shape = per.split(x), per.scale_shape(x.shape)
-    wide = split.to(math_dtype(x.dtype))
+    wide = split.double()  # a square of float32 could overflow
     finite = wide.isfinite()
     count = _sum(finite.to(wide.dtype), per, shape).clamp_min(1)
     mean = _sum(torch.where(finite, wide, 0), per, shape) / count
     deviation = wide - per.spread(mean, wide)
-    return mean, (_sum(torch.where(finite, deviation * deviation, 0), per, shape) / count).sqrt()
+    std = (_sum(torch.where(finite, deviation * deviation, 0), per, shape) / count).sqrt()
+    return mean.to(math_dtype(x.dtype)), std.to(math_dtype(x.dtype))
 
 
 def _spread(

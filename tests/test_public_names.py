@@ -1,0 +1,104 @@
+"""The public names, frozen: adding or removing one is a decision, made here."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import lowbit
+import lowbit.functional
+import lowbit.observers
+
+NAMES = [
+    "EMA",
+    "FakeQuantize",
+    "Fixed",
+    "Grid",
+    "Learned",
+    "PerBatch",
+    "PerBlock",
+    "PerChannel",
+    "PerGroup",
+    "PerTensor",
+    "PerToken",
+    "Plan",
+    "ScaleMode",
+    "SteKind",
+    "functional",
+    "observers",
+]
+
+FUNCTIONAL = [
+    "affine_k_bit_quantize",
+    "ceil",
+    "ceil_atgf",
+    "clamp",
+    "clamp_atgf",
+    "clamp_backward",
+    "clamp_by_linear",
+    "dequantize",
+    "dequantize_backward",
+    "fake_quantize",
+    "fake_quantize_backward",
+    "floor",
+    "floor_atgf",
+    "k_bit_quantize",
+    "k_bit_quantize_atgf",
+    "k_bit_quantize_forward",
+    "learned_fake_quantize",
+    "quantize",
+    "quantize_backward",
+    "round",
+    "round_atgf",
+    "step_quantize",
+    "step_quantize_atgf",
+    "step_quantize_forward",
+]
+
+
+def test_lowbit() -> None:
+    assert sorted(lowbit.__all__) == sorted(NAMES)
+    assert all(hasattr(lowbit, name) for name in NAMES)
+
+
+def test_functional() -> None:
+    assert sorted(lowbit.functional.__all__) == sorted(FUNCTIONAL)
+    assert all(hasattr(lowbit.functional, name) for name in FUNCTIONAL)
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [
+        (lowbit.functional.fake_quantize, "x scale zero_point grid per ste"),
+        (lowbit.functional.fake_quantize_backward, "grad_output x scale zero_point grid per ste"),
+        (lowbit.functional.learned_fake_quantize, "x scale zero_point grid per ste grad_scale method batch_axis"),
+        (lowbit.functional.quantize, "x scale zero_point grid per dtype"),
+        (lowbit.functional.quantize_backward, "grad_output x scale zero_point grid per"),
+        (lowbit.functional.dequantize, "q scale zero_point per dtype"),
+        (lowbit.functional.dequantize_backward, "grad_output scale per"),
+        (lowbit.functional.clamp_backward, "grad_output x min_value max_value"),
+        (lowbit.functional.clamp_by_linear, "x eps"),
+        (
+            lowbit.FakeQuantize,
+            "bits symmetric scale zero_point per ste scale_mode narrow signed observer",
+        ),
+        (lowbit.Plan.select, "op like grid per ste prefer"),
+    ],
+)
+def test_signatures(function: object, signature: str) -> None:
+    assert " ".join(inspect.signature(function).parameters) == signature
+
+
+def test_import_needs_only_torch_and_numpy() -> None:
+    """In a fresh process, no optional package is imported."""
+    optional = ["onnx", "onnxruntime", "sklearn", "matplotlib", "lightning", "transformers", "triton", "scipy"]
+    code = f"import lowbit, sys; print([name for name in {optional!r} if name in sys.modules])"
+    loaded_by_torch = "import torch, sys; " + code.split("; ", 1)[1]
+    found = [
+        subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
+        for text in (code, loaded_by_torch)
+    ]
+    assert found[0] == found[1]
