@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -12,7 +14,12 @@ from lowbit.functional.statistics import abs_max
 
 ROWS, COLUMNS = 2**16 + 1, 2**15  # 2^31 + 2^15 elements
 
-pytestmark = pytest.mark.long
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(MEMORY < 22 * 2**30, reason="needs 22 GiB of memory"),
+]
 
 
 @pytest.fixture(scope="module")

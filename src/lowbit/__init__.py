@@ -1,7 +1,5 @@
 """lowbit: quantization-aware training in PyTorch, right to the bit."""
 
-from importlib.metadata import version
-
 from lowbit import functional, observers
 from lowbit.fake_quantize import FakeQuantize
 from lowbit.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
@@ -10,7 +8,7 @@ from lowbit.kernels.plan import Plan
 from lowbit.scale import EMA, Fixed, Learned, PerBatch, ScaleMode
 from lowbit.ste import SteKind
 
-__version__ = version("lowbit")
+__version__ = "0.1.0"
 
 __all__ = [
     "EMA",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.division import divide
 from lowbit.grid import Grid
 from lowbit.record import TaggedRecord, check_choice, check_finite, check_flag, check_integer
 
@@ -81,7 +82,7 @@ class Learned(ScaleMode, kind="learned"):
 
 def symmetric_scale(magnitude: Tensor, grid: Grid) -> Tensor:
     """s = max(magnitude / quant_max, 1e-12)"""
-    return (magnitude / _divisor(grid.quant_max, magnitude)).clamp_min(SCALE_FLOOR)
+    return divide(magnitude, _divisor(grid.quant_max, magnitude)).clamp_min(SCALE_FLOOR)
 
 
 def affine_params(lo: Tensor, hi: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -91,10 +92,10 @@ def affine_params(lo: Tensor, hi: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """
     lo, hi = lo.clamp_max(0), hi.clamp_min(0)
     steps = _divisor(grid.quant_max - grid.quant_min, lo)
-    scale = (hi - lo) / steps
+    scale = divide(hi - lo, steps)
     # A range wider than the dtype's largest number: divide before the difference, so that the scale stays finite.
-    scale = torch.where(scale.isfinite(), scale, hi / steps - lo / steps).clamp_min(SCALE_FLOOR)
-    return scale, nearest_zero_point(grid.quant_min - lo / scale, grid)
+    scale = torch.where(scale.isfinite(), scale, divide(hi, steps) - divide(lo, steps)).clamp_min(SCALE_FLOOR)
+    return scale, nearest_zero_point(grid.quant_min - divide(lo, scale), grid)
 
 
 def nearest_zero_point(zero_point: Tensor, grid: Grid) -> Tensor:
@@ -105,5 +106,4 @@ def nearest_zero_point(zero_point: Tensor, grid: Grid) -> Tensor:
 
 
 def _divisor(value: float, like: Tensor) -> Tensor:
-    # A tensor on the device: eager CUDA turns division by a Python number into a product with its reciprocal.
     return torch.full((), value, dtype=like.dtype, device=like.device)

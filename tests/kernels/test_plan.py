@@ -147,7 +147,9 @@ def test_workspace_holds_the_peak(op: str, per: object) -> None:
 
 def peak_bytes(call: object) -> int:
     call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         result = call()
     del result
     live = peak = 0

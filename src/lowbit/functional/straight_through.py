@@ -226,12 +226,18 @@ def clamp_by_linear(x: Tensor, eps: float = 1e-5) -> Tensor:
     return ((wide - low) / (wide.max() - low + eps)).to(x.dtype)
 
 
-def _check_step(x: Tensor, step: float) -> None:
+def _check_real(x: Tensor) -> None:
     check_tensor("x", x)
+    if x.is_complex():
+        raise TypeError(f"x is {x.dtype}, but it must be a real tensor; take x.real or x.abs()")
+
+
+def _check_step(x: Tensor, step: float) -> None:
+    _check_real(x)
     if check_finite("step", step) <= 0:
         raise ValueError(f"step is {step}, but it must be positive")
 
 
 def _check_k(x: Tensor, k: int) -> None:
-    check_tensor("x", x)
+    _check_real(x)
     check_integer("k", k, 1)

@@ -175,23 +175,15 @@ def _select(
     spec = _OPS.get(op)
     if spec is None:
         raise ValueError(f"op is {op!r}, but it must be one of {', '.join(_OPS)}")
-    names = [backend.name for backend in _BACKENDS]
-    if prefer not in ("auto", *names):
-        raise ValueError(f"prefer is {prefer!r}, but it must be one of auto, {', '.join(names)}")
     for name, value, kind in (("grid", grid, Grid), ("per", per, Granularity), ("ste", ste, SteKind)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a {kind.__name__}")
+    groups = 0
     if "per" in spec.records:
-        per.scale_shape(shape)  # raises where the granularity does not fit
+        groups = math.prod(per.scale_shape(shape))  # raises where the granularity does not fit
         if "x" in spec.tensors and not dtype.is_floating_point:
             raise TypeError(f"like is {dtype}, but {op} takes a float tensor")
-    for backend in _BACKENDS:
-        if prefer not in ("auto", backend.name):
-            continue
-        if backend.kernels is not None:
-            break
-        if prefer == backend.name:
-            raise ValueError(f"backend {prefer!r} cannot run {op}: {backend.absent}")
+    backend = _choose(op, prefer)
     wide = math_dtype(dtype)
     stable = not spec.sums and not (op == "fake_quantize_backward" and ste is SteKind.TANH)
     return Plan(
@@ -204,9 +196,21 @@ def _select(
         ste=ste,
         backend=backend.name,
         kernel=getattr(backend.kernels, op),
-        workspace_size=spec.temporaries * math.prod(shape) * wide.itemsize,
+        workspace_size=(spec.temporaries * math.prod(shape) + 8 * groups) * wide.itemsize,
         precision_guarantee=PrecisionGuarantee(wide, wide if spec.sums else None, True, stable),
     )
+
+
+def _choose(op: str, prefer: str) -> _Backend:
+    """The fastest backend that can run the op, or the one asked for by name."""
+    names = [backend.name for backend in _BACKENDS]
+    if prefer not in ("auto", *names):
+        raise ValueError(f"prefer is {prefer!r}, but it must be one of auto, {', '.join(names)}")
+    for backend in _BACKENDS:
+        if prefer in ("auto", backend.name) and backend.kernels is not None:
+            return backend
+    absent = _BACKENDS[names.index(prefer)].absent
+    raise ValueError(f"backend {prefer!r} cannot run {op}: {absent}")
 
 
 def run(

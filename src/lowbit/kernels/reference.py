@@ -1,7 +1,7 @@
 """The law in plain torch: runs on any device, and is what torch.compile traces.
 
 Operands keep the input's dtype and memory format until the scale, spread to the input's rank, promotes them to the
-dtype of the arithmetic. Divisors are tensors on the device. Temporaries are reused in place where vmap allows it.
+dtype of the arithmetic. Temporaries are reused in place where vmap allows it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from lowbit.division import divide
 from lowbit.granularity import Granularity
 from lowbit.grid import Grid
 from lowbit.kernels.precision import math_dtype
@@ -50,14 +51,14 @@ def step_quantize(x: Tensor, step: float) -> Tensor:
     """y = round(x / step) * step"""
     wide = x.to(math_dtype(x.dtype))
     size = torch.full((), step, dtype=wide.dtype, device=x.device)
-    return _narrow((wide / size).round_() * size, x)
+    return _narrow(divide(wide, size).round_() * size, x)
 
 
 def k_bit_quantize(x: Tensor, k: int) -> Tensor:
     """y = round((2^k - 1) * x) / (2^k - 1)"""
     wide = x.to(math_dtype(x.dtype))
     levels = torch.full((), float(1 << k) - 1, dtype=wide.dtype, device=x.device)
-    return _narrow((wide * levels).round_() / levels, x)
+    return _narrow(divide((wide * levels).round_(), levels), x)
 
 
 def fake_quantize(
@@ -68,7 +69,7 @@ def fake_quantize(
     q = _clamp_codes(_shift(_round_codes(split, s), z), grid)
     if z is not None:
         q = q.sub_(z)
-    return per.join(q.mul_(s).to(x.dtype), x.shape)
+    return per.join(_cast(q * s, x.dtype), x.shape)
 
 
 def fake_quantize_backward(
@@ -83,10 +84,10 @@ def fake_quantize_backward(
 ) -> Tensor:
     """dx = the rule of ``ste``"""
     if ste is SteKind.IDENTITY:
-        return grad_output.to(x.dtype)
+        return _cast(grad_output, x.dtype)
     split, s, z = _spread(x, scale, zero_point, per)
     dx = _RULES[ste](per.split(grad_output), split, s, z, grid)
-    return per.join(dx.to(x.dtype), x.shape)
+    return per.join(_cast(dx, x.dtype), x.shape)
 
 
 # The forward of a learned scale is the same formula; only its backward differs.
@@ -116,7 +117,7 @@ def learned_fake_quantize_backward(
     if method == "pact":
         below, above, inside = split <= low * s, split >= high * s, torch.zeros_like(s)
     else:
-        v = split / s
+        v = divide(split, s)
         below, above, inside = split < low * s, split > high * s, v.round() - v
     slope = torch.where(above, high, torch.where(below, low, inside))
     ds = torch.where(split.isnan(), 0, g * slope)
@@ -139,7 +140,7 @@ def quantize(
     if dtype is not None:
         q = q.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
     q = _clamp_codes(_shift(q, z), grid)
-    return per.join(q if dtype is None else q.to(dtype), x.shape)
+    return per.join(q if dtype is None else _cast(q, dtype), x.shape)
 
 
 def quantize_backward(
@@ -147,8 +148,8 @@ def quantize_backward(
 ) -> Tensor:
     """dx = g / s where quant_min <= round(x / s) + z <= quant_max, else 0"""
     split, s, z = _spread(x, scale, zero_point, per)
-    dx = _in_range(per.split(grad_output) / s, split, s, z, grid)
-    return per.join(dx.to(x.dtype), x.shape)
+    dx = _in_range(divide(per.split(grad_output), s), split, s, z, grid)
+    return per.join(_cast(dx, x.dtype), x.shape)
 
 
 def dequantize(
@@ -156,10 +157,10 @@ def dequantize(
 ) -> Tensor:
     """y = (q - z) * s"""
     wide = torch.float64 if torch.float64 in (q.dtype, dtype) else torch.float32
-    split = per.split(q).to(wide)
+    split = per.split(q)
     if zero_point is not None:
         split = split - per.spread(zero_point, split).to(wide)
-    return per.join((split * per.spread(scale.to(wide), split)).to(dtype), q.shape)
+    return per.join(_cast(split * per.spread(scale.to(wide), split), dtype), q.shape)
 
 
 def dequantize_backward(
@@ -168,7 +169,7 @@ def dequantize_backward(
     """dq = g * s"""
     split = per.split(grad_output)
     dq = split * per.spread(scale.to(math_dtype(split.dtype)), split)
-    return per.join(dq.to(grad_output.dtype if dtype is None else dtype), grad_output.shape)
+    return per.join(_cast(dq, grad_output.dtype if dtype is None else dtype), grad_output.shape)
 
 
 def abs_max(x: Tensor, *, per: Granularity) -> Tensor:
@@ -199,7 +200,7 @@ def mean_abs(x: Tensor, *, per: Granularity) -> Tensor:
     finite = wide.isfinite()
     count = _sum(finite.to(wide.dtype), per, shape).clamp_min(1)
     # Divided before the sum, which could overflow.
-    return _sum(torch.where(finite, wide.abs() / per.spread(count, wide), 0), per, shape)
+    return _sum(torch.where(finite, divide(wide.abs(), per.spread(count, wide)), 0), per, shape)
 
 
 def mean_std(x: Tensor, *, per: Granularity) -> tuple[Tensor, Tensor]:
@@ -208,9 +209,9 @@ def mean_std(x: Tensor, *, per: Granularity) -> tuple[Tensor, Tensor]:
     wide = split.double()  # a square of float32 could overflow
     finite = wide.isfinite()
     count = _sum(finite.to(wide.dtype), per, shape).clamp_min(1)
-    mean = _sum(torch.where(finite, wide, 0), per, shape) / count
+    mean = divide(_sum(torch.where(finite, wide, 0), per, shape), count)
     deviation = wide - per.spread(mean, wide)
-    std = (_sum(torch.where(finite, deviation * deviation, 0), per, shape) / count).sqrt()
+    std = divide(_sum(torch.where(finite, deviation * deviation, 0), per, shape), count).sqrt()
     return mean.to(math_dtype(x.dtype)), std.to(math_dtype(x.dtype))
 
 
@@ -223,7 +224,7 @@ def _spread(
 
 
 def _round_codes(split: Tensor, s: Tensor) -> Tensor:
-    return torch.div(split, s).round_()
+    return divide(split, s).round_()
 
 
 def _shift(q: Tensor, z: Tensor | None) -> Tensor:
@@ -232,7 +233,7 @@ def _shift(q: Tensor, z: Tensor | None) -> Tensor:
 
 
 def _clamp_codes(q: Tensor, grid: Grid) -> Tensor:
-    return q.clamp_min_(grid.quant_min).clamp_max_(grid.quant_max)
+    return q.clamp(grid.quant_min, grid.quant_max)
 
 
 def _code_ends(z: Tensor | None, grid: Grid) -> tuple[Tensor | int, Tensor | int]:
@@ -251,7 +252,7 @@ def _in_range(g: Tensor, x: Tensor, s: Tensor, z: Tensor | None, grid: Grid) -> 
 
 
 def _tanh(g: Tensor, x: Tensor, s: Tensor, z: Tensor | None, grid: Grid) -> Tensor:
-    t = torch.tanh(x / s)
+    t = torch.tanh(divide(x, s))
     return torch.where(x.isfinite(), g * (1 - t * t), 0)
 
 
@@ -260,7 +261,7 @@ def _hard_tanh(g: Tensor, x: Tensor, s: Tensor, z: Tensor | None, grid: Grid) ->
     bound = torch.where(x >= 0, high * s, -(low * s))
     inside = x.abs() < bound
     # The bound of an empty side is 0; a second derivative would see 0 / 0 there.
-    return torch.where(inside, g * (1 - x.abs() / torch.where(inside, bound, 1)), 0)
+    return torch.where(inside, g * (1 - divide(x.abs(), torch.where(inside, bound, 1))), 0)
 
 
 _RULES = {
@@ -293,4 +294,10 @@ def _widen(x: Tensor) -> Tensor:
 
 def _narrow(y: Tensor, x: Tensor) -> Tensor:
     """y in x's dtype; integers in, whatever the arithmetic gave out."""
-    return y.to(x.dtype) if x.is_floating_point() else y
+    return _cast(y, x.dtype) if x.is_floating_point() else y
+
+
+def _cast(y: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch.compile of torch 2.11 loses the gradient of an autograd Function whose result is what an in-place op, or a
+    # conversion to the same dtype, handed back: results must come fresh out of their last op.
+    return y if y.dtype == dtype else y.to(dtype)
