@@ -68,7 +68,7 @@ def test_zero_is_always_represented_exactly(device: torch.device) -> None:
         assert (zero_point <= grid.quant_max).all()
         assert (scale >= torch.tensor(1e-12)).all()
         reach = (grid.quant_max - zero_point) * scale
-        assert reach[0] == pytest.approx(3.0, rel=1e-6)  # widened to hold 0
+        assert reach[0].item() == pytest.approx(3.0, rel=1e-6)  # widened to hold 0
 
 
 def test_a_range_wider_than_float32_has_a_finite_scale(device: torch.device) -> None:

@@ -14,7 +14,7 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
     b is a tensor on a's device: eager CUDA turns division by a Python number into a product with its reciprocal. Under
     torch.compile on CUDA the quotient is an op of our own, since Inductor's Triton code would approximate it.
     """
-    if torch.compiler.is_compiling() and a.is_cuda and not torch.compiler.is_exporting() and torch.version.hip is None:
+    if torch.compiler.is_dynamo_compiling() and a.is_cuda and torch.version.hip is None:
         _register_lowering()
         wide = torch.promote_types(a.dtype, b.dtype)
         if wide == torch.float32:
