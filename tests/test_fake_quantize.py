@@ -308,7 +308,7 @@ def test_disabled_is_the_identity_after_the_shape_checks(device: torch.device) -
     assert quantizer(x) is x
     assert quantizer.backward(g := torch.randn_like(x), x) is g
     assert quantizer.quantization_noise(x) == 0
-    with pytest.raises(ValueError, match=r"needs scales of shape \(8,\), but this FakeQuantize holds \(6,\)"):
+    with pytest.raises(ValueError, match=r"needs scales of shape \(8,\), but this quantizer holds \(6,\)"):
         quantizer(x.t())
 
 
@@ -350,7 +350,7 @@ def test_loading_a_state_of_another_shape(mode: ScaleMode) -> None:
     saved.update_params(torch.full((6,), 0.5))
     other = make(mode, PerChannel(0))
     other.update_params(torch.full((8,), 0.25))
-    with pytest.raises(RuntimeError, match=r"the checkpoint holds shape \(6,\), but this FakeQuantize .* holds \(8,\)"):
+    with pytest.raises(RuntimeError, match=r"the checkpoint holds shape \(6,\), but this quantizer .* holds \(8,\)"):
         other.load_state_dict(saved.state_dict())
     assert other.scale.tolist() == [0.25] * 8
 
@@ -384,15 +384,32 @@ def test_compiled_training_keeps_the_same_state(mode: ScaleMode, symmetric: bool
     for quantizer in (plain, traced):
         quantizer(data(device))  # the first batch gives the state its shape
     compiled = torch.compile(traced, fullgraph=True)
+    # On a GPU, Triton contracts the moving average's products and sum into one rounding.
+    contracted = device.type == "cuda" and isinstance(mode, EMA)
+    compare = torch.testing.assert_close if contracted else assert_same_bits
     for seed in (1, 2):
         x, y = data(device, seed).requires_grad_(), data(device, seed).requires_grad_()
         expected, actual = plain(x), compiled(y)
-        assert_same_bits(actual, expected)
+        compare(actual, expected)
         expected.sum().backward()
         actual.sum().backward()
-        assert_same_bits(y.grad, x.grad)
+        compare(y.grad, x.grad)
     for name, tensor in plain.state_dict().items():
-        assert_same_bits(traced.state_dict()[name], tensor)
+        compare(traced.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("per", [PerTensor(), PerChannel(0)], ids=str)
+@pytest.mark.parametrize("mode", [EMA(0.75), Learned("lsq+")], ids=str)
+def test_compiled_from_the_first_batch(mode: ScaleMode, per: Granularity) -> None:
+    torch.compiler.reset()
+    plain, traced = make(mode, per), make(mode, per)
+    compiled, x = torch.compile(traced, fullgraph=True), data(torch.device("cpu"))
+    if isinstance(mode, Learned) and per != PerTensor():
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="run one batch before, or give it a scale"):
+            compiled(x)
+        return
+    for scale in (1, 3):
+        assert_same_bits(compiled(x * scale), plain(x * scale))
 
 
 @pytest.mark.parametrize("dtype", inputs.FLOATS, ids=str)

@@ -203,7 +203,7 @@ MODULES: list[Refusal] = [
     (
         lambda: FakeQuantize(scale=torch.ones(2)),
         ValueError,
-        r"scale has shape \(2,\), but this FakeQuantize .* holds \(\)",
+        r"scale has shape \(2,\), but this quantizer .* holds \(\)",
     ),
     (lambda: FakeQuantize(zero_point=1), ValueError, "zero_point is 1, but a symmetric quantizer has zero point 0"),
     (lambda: FakeQuantize(8, False, 1.0, 256), ValueError, "zero_point holds 256, but it must lie inside"),

@@ -13,7 +13,7 @@ SOURCE = Path(lowbit.__file__).parent
 
 ROOMS = {
     r"\bctx\b|autograd\.Function": r"functional/",
-    r"nn\.Parameter\(|register_buffer": r"fake_quantize\.py|observers\.py",
+    r"nn\.Parameter\(|register_buffer": r"scale_state\.py|observers\.py",
     r"\.round\(|\.round_\(|torch\.round": r"kernels/|scale\.py",
     r"\bimport triton|\btl\.": r"kernels/triton\.py",
     r"\bimport onnx": r"export/",

