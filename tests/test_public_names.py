@@ -76,7 +76,17 @@ def test_signatures(function: object, signature: str) -> None:
 
 def test_import_needs_only_torch_and_numpy() -> None:
     """In a fresh process, no optional package is imported."""
-    optional = ["onnx", "onnxruntime", "sklearn", "matplotlib", "lightning", "transformers", "triton", "scipy"]
+    optional = [
+        "torch._dynamo",
+        "onnx",
+        "onnxruntime",
+        "sklearn",
+        "matplotlib",
+        "lightning",
+        "transformers",
+        "triton",
+        "scipy",
+    ]
     code = f"import lowbit, sys; print([name for name in {optional!r} if name in sys.modules])"
     loaded_by_torch = "import torch, sys; " + code.split("; ", 1)[1]
     found = [

@@ -32,7 +32,7 @@ def _(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b)
 
 
-def _lower() -> bool:
+def _register_lowering() -> bool:
     """Teach Inductor that lowbit::divide is one instruction, to be fused like any other; runs while tracing."""
     from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
@@ -48,4 +48,5 @@ def _lower() -> bool:
     return True
 
 
-_register_lowering = torch.compiler.assume_constant_result(_lower)
+# Run at trace time: all that torch.compiler.assume_constant_result does, but it would import Dynamo, for a second.
+_register_lowering._dynamo_marked_constant = True  # type: ignore[attr-defined]
