@@ -49,4 +49,4 @@ def _register_lowering() -> bool:
 
 
 # Run at trace time: all that torch.compiler.assume_constant_result does, but it would import Dynamo, for a second.
-_register_lowering._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_register_lowering._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
