@@ -71,10 +71,28 @@ class Granularity(TaggedRecord, tag="per"):
         # torch reads an empty tuple of axes as all of them.
         return reduction(split, axes) if axes else split
 
-    def group_size(self, shape: Sequence[int]) -> int:
-        """How many elements share one scale."""
+    def by_group(self, split: Tensor) -> Tensor:
+        """A split tensor as one contiguous row for each scale group, in the scale's order."""
+        across = self.group_axes(split.dim())
+        inside = [axis for axis in range(-split.dim(), 0) if axis not in across]
+        groups = math.prod([split.shape[axis] for axis in across])
+        size = math.prod([split.shape[axis] for axis in inside])
+        return split.permute([*across, *inside]).reshape(groups, size)
+
+    def group_size(self, shape: Sequence[int], batch_axis: int | None = None) -> int:
+        """How many elements share one scale, those of one sample only where a batch axis is named."""
         groups = math.prod(self.scale_shape(shape))
-        return math.prod(shape) // groups if groups else 0
+        shared = math.prod(shape) // groups if groups else 0
+        if batch_axis is None or not shared:
+            return shared
+        if not -len(shape) <= batch_axis < len(shape):
+            raise ValueError(f"batch_axis is {batch_axis}, but x has {len(shape)} dimensions")
+        apart = self.splits or batch_axis % len(shape) - len(shape) in self.group_axes(len(shape))
+        return shared if apart else shared // shape[batch_axis]
+
+    def fits_scale(self, shape: Sequence[int]) -> bool:
+        """Whether a scale of this shape can be one of this granularity's, for some data."""
+        raise NotImplementedError
 
     @property
     def splits(self) -> bool:
@@ -94,6 +112,9 @@ class PerTensor(Granularity, kind="tensor"):
     def scale_shape(self, shape: Sequence[int]) -> Shape:
         return ()
 
+    def fits_scale(self, shape: Sequence[int]) -> bool:
+        return len(shape) == 0
+
     def group_axes(self, rank: int) -> Shape:
         return ()
 
@@ -111,7 +132,12 @@ class PerChannel(Granularity, kind="channel"):
     def __post_init__(self) -> None:
         check_integer("axis", self.axis, -64, 63)
 
+    def fits_scale(self, shape: Sequence[int]) -> bool:
+        return len(shape) == 1
+
     def _axis(self, rank: int) -> int:
+        if rank == 0:
+            raise ValueError(f"{self} does not fit a tensor of 0 dimensions; use PerTensor()")
         if not -rank <= self.axis < rank:
             raise ValueError(
                 f"{self} does not fit a tensor of {rank} dimensions; axis must be from {-rank} to {rank - 1}"
@@ -143,6 +169,9 @@ class PerToken(Granularity, kind="token"):
 
     def group_axes(self, rank: int) -> Shape:
         return tuple(range(-rank, -1))
+
+    def fits_scale(self, shape: Sequence[int]) -> bool:
+        return True
 
     def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
         _check_rank(self, shape, 1)
@@ -177,6 +206,9 @@ class PerGroup(Granularity, kind="group"):
     def group_axes(self, rank: int) -> Shape:
         return tuple(range(-rank, -1))
 
+    def fits_scale(self, shape: Sequence[int]) -> bool:
+        return len(shape) >= 1
+
     def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
         self.scale_shape(shape)
         return Layout(self.size, 1, self.size) if _is_row_major(shape, stride) else None
@@ -209,6 +241,9 @@ class PerBlock(Granularity, kind="block"):
 
     def group_axes(self, rank: int) -> Shape:
         return (*range(-rank, -3), -2)
+
+    def fits_scale(self, shape: Sequence[int]) -> bool:
+        return len(shape) >= 2
 
     def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
         across = self.scale_shape(shape)[-1]

@@ -25,7 +25,9 @@ class Grid(Record):
     def __post_init__(self) -> None:
         check_flag("signed", self.signed)
         check_flag("narrow", self.narrow)
-        check_integer("bits", self.bits, 2 if self.signed else 1, 16)
+        check_integer("bits", self.bits, 1, 16)
+        if self.signed and self.bits < 2:
+            raise ValueError("bits is 1, but a signed grid must have from 2 to 16; use signed=False for 1 bit")
         if self.narrow and not self.signed:
             raise ValueError("narrow is True, but an unsigned grid has no lowest code to give up; use signed=True")
 

@@ -21,9 +21,12 @@ def check_number(name: str, value: object) -> float:
     """Refuse what is not a real number, naming the field; infinities are numbers, NaN is not."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a number")
-    if math.isnan(value):
+    if isinstance(value, float) and math.isnan(value):
         raise ValueError(f"{name} is NaN, but it must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} is an int too large for a float") from error
 
 
 def check_finite(name: str, value: object) -> float:
@@ -50,8 +53,9 @@ class Record:
     """cls.from_dict(record.to_dict()) == record, for every frozen dataclass below this one."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a dict that ``json.dumps`` takes."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        """The fields as a dict of plain values, without those that are None (TOML has none)."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -83,8 +87,12 @@ class TaggedRecord(Record):
             cls.kind = kind
             cls.members[kind] = cls
 
+    def __init__(self) -> None:
+        kinds = ", ".join(member.__name__ for member in self.members.values())
+        raise TypeError(f"{type(self).__name__} names a family; choose one of {kinds}")
+
     def to_dict(self) -> dict[str, Any]:
-        """The tag and the fields as a dict that ``json.dumps`` takes."""
+        """The tag and the fields as a dict of plain values."""
         return {self.tag: self.kind, **super().to_dict()}
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +97,18 @@ def affine_params(lo: Tensor, hi: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     # A range wider than the dtype's largest number: divide before the difference, so that the scale stays finite.
     scale = torch.where(scale.isfinite(), scale, divide(hi, steps) - divide(lo, steps)).clamp_min(SCALE_FLOOR)
     return scale, nearest_zero_point(grid.quant_min - divide(lo, scale), grid)
+
+
+def lsq_scale(mean_abs: Tensor, grid: Grid) -> Tensor:
+    """s = 2 * mean(abs(x)) / sqrt(quant_max), the first scale of LSQ"""
+    return divide(2 * mean_abs, _divisor(math.sqrt(grid.quant_max), mean_abs)).clamp_min(SCALE_FLOOR)
+
+
+def lsq_plus_scale(mean: Tensor, std: Tensor, grid: Grid) -> Tensor:
+    """s = max(abs(mu - 3 sigma), abs(mu + 3 sigma)) / 2^(b-1) (unsigned: quant_max), the first scale of LSQ+"""
+    reach = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs())
+    levels = 2 ** (grid.bits - 1) if grid.signed else grid.quant_max
+    return divide(reach, _divisor(levels, reach)).clamp_min(SCALE_FLOOR)
 
 
 def nearest_zero_point(zero_point: Tensor, grid: Grid) -> Tensor:

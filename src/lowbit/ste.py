@@ -43,6 +43,8 @@ class SteKind(StrEnum):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SteKind:
         """The rule that ``to_dict`` wrote."""
+        if not isinstance(data, Mapping):
+            raise TypeError(f"SteKind.from_dict got {data!r}, but it takes a dict such as {{'ste': 'tanh'}}")
         for key in data:
             if key != "ste":
                 raise ValueError(f"SteKind has no key {key!r}; its key is 'ste'")

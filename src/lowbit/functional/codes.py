@@ -65,29 +65,11 @@ class _Dequantize(torch.autograd.Function):
 def _quantize_backward(
     grad_output: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, grid: Grid, per: Granularity
 ) -> Tensor:
-    return plan.run(
-        "quantize_backward",
-        x,
-        grad_output,
-        x,
-        scale,
-        zero_point,
-        grid=grid,
-        per=per,
-        differentiable=torch.is_grad_enabled(),
-    )
+    return plan.run("quantize_backward", x, grad_output, x, scale, zero_point, grid=grid, per=per)
 
 
 def _dequantize_backward(grad_output: Tensor, scale: Tensor, per: Granularity, dtype: torch.dtype) -> Tensor:
-    return plan.run(
-        "dequantize_backward",
-        grad_output,
-        grad_output,
-        scale,
-        per=per,
-        dtype=dtype,
-        differentiable=torch.is_grad_enabled(),
-    )
+    return plan.run("dequantize_backward", grad_output, grad_output, scale, per=per, dtype=dtype)
 
 
 def quantize(
@@ -113,7 +95,8 @@ def quantize(
     if dtype is None:
         return _Quantize.apply(x, scale, zero_point, grid, per)
     _check_code_dtype(dtype, grid)
-    return plan.run("quantize", x, x.detach(), scale.detach(), zero_point, grid=grid, per=per, dtype=dtype)
+    with torch.no_grad():
+        return plan.run("quantize", x, x, scale, zero_point, grid=grid, per=per, dtype=dtype)
 
 
 def quantize_backward(

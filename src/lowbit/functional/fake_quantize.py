@@ -47,18 +47,7 @@ def _backward(
     per: Granularity,
     ste: SteKind,
 ) -> Tensor:
-    return plan.run(
-        "fake_quantize_backward",
-        x,
-        grad_output,
-        x,
-        scale,
-        zero_point,
-        grid=grid,
-        per=per,
-        ste=ste,
-        differentiable=torch.is_grad_enabled(),
-    )
+    return plan.run("fake_quantize_backward", x, grad_output, x, scale, zero_point, grid=grid, per=per, ste=ste)
 
 
 def fake_quantize(

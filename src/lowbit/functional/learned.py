@@ -53,7 +53,6 @@ class _LearnedFakeQuantize(torch.autograd.Function):
             per=ctx.per,
             ste=ctx.ste,
             method=ctx.method,
-            differentiable=torch.is_grad_enabled(),
         )
         dz = dz * ctx.factor if zero_point is not None and zero_point.is_floating_point() else None
         return dx, (ds * ctx.factor).to(scale.dtype), dz, None, None, None, None, None

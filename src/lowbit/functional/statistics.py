@@ -8,6 +8,7 @@ from torch import Tensor
 from lowbit.granularity import Granularity
 from lowbit.grid import Grid
 from lowbit.kernels import plan
+from lowbit.kernels.precision import math_dtype
 from lowbit.scale import affine_params, symmetric_scale
 
 
@@ -33,6 +34,23 @@ def mean_abs(x: Tensor, per: Granularity) -> Tensor:
 def mean_std(x: Tensor, per: Granularity) -> tuple[Tensor, Tensor]:
     """mu[c], sigma[c] = mean(x), sqrt(mean((x - mu)^2)) over the finite x of group c, 0 and 0 where there is none"""
     return plan.run("mean_std", x, x.detach(), per=per)
+
+
+@torch.no_grad()
+def least_error_params(x: Tensor, *, grid: Grid, per: Granularity, candidates: int = 50) -> tuple[Tensor, Tensor]:
+    """s, z of an affine quantizer: of ``candidates`` shrunken ranges, the one with the least mean((y - x)^2)"""
+    x = x.detach().to(math_dtype(x.dtype))
+    low, high = min_max(x, per)
+    best = torch.full_like(low, torch.inf)
+    scale, zero_point = affine_params(low, high, grid)
+    for step in range(candidates, 0, -1):
+        s, z = affine_params(low * step / candidates, high * step / candidates, grid)
+        error = plan.run("fake_quantize", x, x, s, z, grid=grid, per=per) - x
+        loss = plan.run("mean_abs", x, error * error, per=per)
+        better = loss < best
+        scale, zero_point = torch.where(better, s, scale), torch.where(better, z, zero_point)
+        best = torch.minimum(loss, best)
+    return scale, zero_point
 
 
 @torch.no_grad()

@@ -88,9 +88,7 @@ class clamp_atgf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        dx = plan.run(
-            "clamp_backward", x, grad_output, x, ctx.min_value, ctx.max_value, differentiable=torch.is_grad_enabled()
-        )
+        dx = plan.run("clamp_backward", x, grad_output, x, ctx.min_value, ctx.max_value)
         return dx, None, None
 
 
@@ -156,7 +154,7 @@ def clamp_backward(grad_output: Tensor, x: Tensor, min_value: float, max_value: 
     check_grad(grad_output, x)
     check_number("min_value", min_value)
     check_number("max_value", max_value)
-    return plan.run("clamp_backward", x, grad_output, x, min_value, max_value, differentiable=torch.is_grad_enabled())
+    return plan.run("clamp_backward", x, grad_output, x, min_value, max_value)
 
 
 def step_quantize(x: Tensor, step: float = 1.0) -> Tensor:
@@ -174,7 +172,8 @@ def step_quantize(x: Tensor, step: float = 1.0) -> Tensor:
 def step_quantize_forward(x: Tensor, step: float) -> Tensor:
     """y = round(x / step) * step, without the straight-through gradient"""
     _check_step(x, step)
-    return plan.run("step_quantize", x, x.detach(), step)
+    with torch.no_grad():
+        return plan.run("step_quantize", x, x, step)
 
 
 def k_bit_quantize(x: Tensor, k: int) -> Tensor:
@@ -194,7 +193,8 @@ def k_bit_quantize(x: Tensor, k: int) -> Tensor:
 def k_bit_quantize_forward(x: Tensor, k: int) -> Tensor:
     """y = round((2^k - 1) * x) / (2^k - 1), without the straight-through gradient"""
     _check_k(x, k)
-    return plan.run("k_bit_quantize", x, x.detach(), k)
+    with torch.no_grad():
+        return plan.run("k_bit_quantize", x, x, k)
 
 
 def affine_k_bit_quantize(x: Tensor, k: int, w: Tensor | float, b: Tensor | float) -> Tensor:

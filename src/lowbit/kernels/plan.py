@@ -27,38 +27,39 @@ class Verdict(NamedTuple):
 
 
 class _Op(NamedTuple):
-    """What an op takes: its tensors in order (those after ``needed`` may be left out), and which records shape it."""
+    """What an op takes: its tensors in order (a zero point may be left out), its numbers, its records."""
 
     tensors: tuple[str, ...]
-    needed: int
+    numbers: tuple[str, ...]
     records: tuple[str, ...]
     # How many tensors of the math dtype, each as large as the input, the reference holds at its peak.
     temporaries: int
     sums: bool = False
 
 
+_X, _PARAMS = ("x",), ("scale", "zero_point")
+_FULL, _GRAD = ("grid", "per", "ste"), ("grad_output", "x")
+
 _OPS: dict[str, _Op] = {
-    "round": _Op(("x",), 1, (), 0),
-    "ceil": _Op(("x",), 1, (), 0),
-    "floor": _Op(("x",), 1, (), 0),
-    "clamp": _Op(("x",), 1, (), 2),
-    "clamp_backward": _Op(("grad_output", "x"), 2, (), 2),
-    "step_quantize": _Op(("x",), 1, (), 2),
-    "k_bit_quantize": _Op(("x",), 1, (), 2),
-    "fake_quantize": _Op(("x", "scale", "zero_point"), 2, ("grid", "per"), 2),
-    "fake_quantize_backward": _Op(("grad_output", "x", "scale", "zero_point"), 3, ("grid", "per", "ste"), 4),
-    "learned_fake_quantize": _Op(("x", "scale", "zero_point"), 2, ("grid", "per"), 2),
-    "learned_fake_quantize_backward": _Op(
-        ("grad_output", "x", "scale", "zero_point"), 3, ("grid", "per", "ste"), 8, sums=True
-    ),
-    "quantize": _Op(("x", "scale", "zero_point"), 2, ("grid", "per"), 2),
-    "quantize_backward": _Op(("grad_output", "x", "scale", "zero_point"), 3, ("grid", "per"), 4),
-    "dequantize": _Op(("q", "scale", "zero_point"), 2, ("per",), 2),
-    "dequantize_backward": _Op(("grad_output", "scale"), 2, ("per",), 1),
-    "abs_max": _Op(("x",), 1, ("per",), 3),
-    "min_max": _Op(("x",), 1, ("per",), 3),
-    "mean_abs": _Op(("x",), 1, ("per",), 4, sums=True),
-    "mean_std": _Op(("x",), 1, ("per",), 8, sums=True),
+    "round": _Op(_X, (), (), 0),
+    "ceil": _Op(_X, (), (), 0),
+    "floor": _Op(_X, (), (), 0),
+    "clamp": _Op(_X, ("min_value", "max_value"), (), 2),
+    "clamp_backward": _Op(_GRAD, ("min_value", "max_value"), (), 2),
+    "step_quantize": _Op(_X, ("step",), (), 2),
+    "k_bit_quantize": _Op(_X, ("k",), (), 2),
+    "fake_quantize": _Op(_X + _PARAMS, (), ("grid", "per"), 2),
+    "fake_quantize_backward": _Op(_GRAD + _PARAMS, (), _FULL, 5),
+    "learned_fake_quantize": _Op(_X + _PARAMS, (), ("grid", "per"), 2),
+    "learned_fake_quantize_backward": _Op(_GRAD + _PARAMS, (), _FULL, 8, sums=True),
+    "quantize": _Op(_X + _PARAMS, (), ("grid", "per"), 2),
+    "quantize_backward": _Op(_GRAD + _PARAMS, (), ("grid", "per"), 4),
+    "dequantize": _Op(("q", *_PARAMS), (), ("per",), 2),
+    "dequantize_backward": _Op(("grad_output", "scale"), (), ("per",), 1),
+    "abs_max": _Op(_X, (), ("per",), 3),
+    "min_max": _Op(_X, (), ("per",), 3),
+    "mean_abs": _Op(_X, (), ("per",), 5, sums=True),
+    "mean_std": _Op(_X, (), ("per",), 10, sums=True),
 }
 
 
@@ -114,47 +115,49 @@ class Plan:
         ste default to those of ``lowbit.functional``.
         """
         if not isinstance(like, Tensor):
-            raise TypeError(
-                f"like is {type(like).__name__}, but Plan.select needs a Tensor to read shape and dtype from"
-            )
-        return _select(
-            op,
-            tuple(like.shape),
-            like.dtype,
-            like.device,
-            Grid(8) if grid is None else grid,
-            per,
-            SteKind.CLIPPED_IDENTITY if ste is None else ste,
-            prefer,
-        )
+            raise TypeError(f"like is {type(like).__name__}, but Plan.select needs a Tensor, for its shape and dtype")
+        grid = Grid(8) if grid is None else grid
+        ste = SteKind.CLIPPED_IDENTITY if ste is None else ste
+        for name, value, kind in (("grid", grid, Grid), ("per", per, Granularity), ("ste", ste, SteKind)):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a {kind.__name__}")
+        return _select(str(op), tuple(like.shape), like.dtype, like.device, grid, per, ste, str(prefer))
 
-    def can_implement(self, *args: Tensor | None) -> Verdict:
-        """Whether ``run`` serves these tensors; if not, the reason in words."""
+    def can_implement(self, *args: Tensor | float | None) -> Verdict:
+        """Whether ``run`` serves these arguments; if not, the reason in words."""
         spec = _OPS[self.op]
-        if not spec.needed <= len(args) <= len(spec.tensors):
-            wanted = ", ".join(spec.tensors)
-            return Verdict(False, f"{self.op} takes ({wanted}), but got {len(args)} tensor(s)")
-        params = self.per.scale_shape(self.shape) if "scale" in spec.tensors else ()
-        for name, arg in zip(spec.tensors, args, strict=False):
-            if arg is None and spec.tensors.index(name) >= spec.needed:
-                continue
-            if not isinstance(arg, Tensor):
-                return Verdict(False, f"{name} is {type(arg).__name__}, but it must be a Tensor")
-            wanted_shape = params if name in ("scale", "zero_point") else self.shape
-            if tuple(arg.shape) != wanted_shape:
-                return Verdict(False, f"{name} has shape {tuple(arg.shape)}, but the plan was made for {wanted_shape}")
-            if arg.device != self.device:
-                return Verdict(False, f"{name} is on {arg.device}, but the plan was made for {self.device}")
-            if name in ("x", "q") and arg.dtype != self.dtype:
-                return Verdict(False, f"{name} is {arg.dtype}, but the plan was made for {self.dtype}")
-            if name in ("grad_output", "scale") and not arg.is_floating_point():
-                return Verdict(False, f"{name} is {arg.dtype}, but it must be a float tensor")
-            if name == "zero_point" and (arg.is_floating_point() or arg.dtype == torch.bool):
-                return Verdict(False, f"{name} is {arg.dtype}, but it must be an integer tensor")
+        names = spec.tensors + spec.numbers
+        needed = len(names) - ("zero_point" in names)
+        if not needed <= len(args) <= len(names):
+            return Verdict(False, f"{self.op} takes ({', '.join(names)}), but got {len(args)} argument(s)")
+        for name, arg in zip(names, args, strict=False):
+            if name in spec.tensors and (reason := self._refusal(name, arg)) is not None:
+                return Verdict(False, reason)
+            if name in spec.numbers and not isinstance(arg, int | float):
+                return Verdict(False, f"{name} is {type(arg).__name__}, but it must be a number")
         return Verdict(True, "")
 
+    def _refusal(self, name: str, arg: object) -> str | None:
+        if name == "zero_point" and arg is None:
+            return None
+        if not isinstance(arg, Tensor):
+            return f"{name} is {type(arg).__name__}, but it must be a Tensor"
+        shape = self.per.scale_shape(self.shape) if name in _PARAMS else self.shape
+        if tuple(arg.shape) != shape:
+            return f"{name} has shape {tuple(arg.shape)}, but the plan was made for {shape}"
+        if arg.device != self.device:
+            return f"{name} is on {arg.device}, but the plan was made for {self.device}"
+        if name in ("x", "q") and arg.dtype != self.dtype:
+            return f"{name} is {arg.dtype}, but the plan was made for {self.dtype}"
+        if name in ("grad_output", "scale") and not arg.is_floating_point():
+            return f"{name} is {arg.dtype}, but it must be a float tensor"
+        if name == "zero_point" and (arg.is_floating_point() or arg.dtype == torch.bool):
+            return f"{name} is {arg.dtype}, but it must be an integer tensor"
+        return None
+
+    @torch.no_grad()
     def run(self, *args: Any, **options: Any) -> Any:
-        """The op's result; ``options`` are the op's own choices (dtype of codes, method of a learned scale)."""
+        """The op's result, without a gradient; ``options`` are the op's own, such as the dtype of codes."""
         return self.kernel(*args, **self._records(), **options)
 
     def _records(self) -> dict[str, Any]:
@@ -175,9 +178,6 @@ def _select(
     spec = _OPS.get(op)
     if spec is None:
         raise ValueError(f"op is {op!r}, but it must be one of {', '.join(_OPS)}")
-    for name, value, kind in (("grid", grid, Grid), ("per", per, Granularity), ("ste", ste, SteKind)):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a {kind.__name__}")
     groups = 0
     if "per" in spec.records:
         groups = math.prod(per.scale_shape(shape))  # raises where the granularity does not fit
@@ -220,16 +220,14 @@ def run(
     grid: Grid | None = None,
     per: Granularity = PerTensor(),
     ste: SteKind | None = None,
-    differentiable: bool = False,
     **options: Any,
 ) -> Any:
     """Select and run in one call, as ``lowbit.functional`` does.
 
-    The reference runs where its trace is wanted: under torch.compile, and where the result must itself be
-    ``differentiable`` (a second derivative).
+    The reference runs where its trace is wanted: under torch.compile, for tensors that are traced or otherwise not
+    plain, and in grad mode, where the result must itself be differentiable (a second derivative).
     """
-    prefer = "reference" if differentiable else "auto"
-    if torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):
         records = {"grid": grid, "per": per, "ste": ste}
         return getattr(reference, op)(*args, **{name: records[name] for name in _OPS[op].records}, **options)
-    return Plan.select(op, like, grid=grid, per=per, ste=ste, prefer=prefer).run(*args, **options)
+    return Plan.select(op, like, grid=grid, per=per, ste=ste).run(*args, **options)

@@ -17,7 +17,8 @@ from lowbit.grid import Grid
 from lowbit.kernels.precision import math_dtype
 from lowbit.ste import SteKind
 
-# A row this long is summed by one thread, so the order of additions does not depend on how many there are.
+# torch splits a long sum, and the columns of a strided one, by the number of threads; contiguous rows of this length
+# are each summed by one thread, always in the same order.
 _SUM_ROW = 4096
 
 
@@ -153,9 +154,11 @@ def quantize_backward(
 
 
 def dequantize(
-    q: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, per: Granularity, dtype: torch.dtype
+    q: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, per: Granularity, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """y = (q - z) * s"""
+    """y = (q - z) * s, in ``dtype``, by default that of float codes and float32 for integer ones"""
+    if dtype is None:
+        dtype = q.dtype if q.is_floating_point() else torch.float32
     wide = torch.float64 if torch.float64 in (q.dtype, dtype) else torch.float32
     split = per.split(q)
     if zero_point is not None:
@@ -252,8 +255,10 @@ def _in_range(g: Tensor, x: Tensor, s: Tensor, z: Tensor | None, grid: Grid) -> 
 
 
 def _tanh(g: Tensor, x: Tensor, s: Tensor, z: Tensor | None, grid: Grid) -> Tensor:
-    t = torch.tanh(divide(x, s))
-    return torch.where(x.isfinite(), g * (1 - t * t), 0)
+    # 1 - tanh(v)^2 = 4 e / (1 + e)^2 with e = exp(-2 |v|): the difference would cancel where tanh nears 1.
+    e = torch.exp(-2 * divide(x, s).abs())
+    t = 1 + e
+    return torch.where(x.isfinite(), g * divide(4 * e, t * t), 0)
 
 
 def _hard_tanh(g: Tensor, x: Tensor, s: Tensor, z: Tensor | None, grid: Grid) -> Tensor:
@@ -274,13 +279,11 @@ _RULES = {
 
 def _sum(terms: Tensor, per: Granularity, shape: tuple[int, ...]) -> Tensor:
     """The sum of each scale group, in an order that does not depend on the number of threads."""
-    if math.prod(shape) != 1:
-        return per.reduce(torch.sum, terms)
-    # torch splits a sum with a single result by the number of threads; rows of fixed length are split by row.
-    while terms.numel() > _SUM_ROW:
-        flat = terms.flatten()
-        terms = torch.nn.functional.pad(flat, (0, -flat.numel() % _SUM_ROW)).view(-1, _SUM_ROW).sum(1)
-    return terms.sum().reshape(shape)
+    rows = per.by_group(terms)
+    while rows.shape[1] > _SUM_ROW:
+        padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % _SUM_ROW))
+        rows = padded.view(rows.shape[0], -1, _SUM_ROW).sum(2)
+    return rows.sum(1).reshape(shape)
 
 
 def _zeros(x: Tensor, per: Granularity) -> Tensor:
