@@ -422,3 +422,91 @@ def test_every_dtype_in_and_out(mode: ScaleMode, dtype: torch.dtype, device: tor
     assert y.dtype == x.grad.dtype == dtype
     if quantizer.scale is not None:
         assert quantizer.scale.dtype == torch.float32
+
+
+def test_ema_affine_leaves_zero_groups_alone(device: torch.device) -> None:
+    quantizer = make(EMA(0.5), PerChannel(0), symmetric=False).to(device)
+    quantizer(torch.tensor([[-1.0, 2.0], [0.0, 0.0]], device=device))
+    assert quantizer.initialized.tolist() == [True, False]
+    assert quantizer.low.tolist() == [-1, 0]
+    assert (quantizer.scale[1].item(), quantizer.zero_point[1].item()) == (1, 0)
+    quantizer(torch.tensor([[0.0, 0.0], [1.0, 3.0]], device=device))
+    assert quantizer.low.tolist() == [-1, 1]
+    assert quantizer.high.tolist() == [2, 3]
+
+
+def test_a_scale_given_to_an_ema_is_its_first_state(device: torch.device) -> None:
+    quantizer = FakeQuantize(4, scale=2.0, scale_mode=EMA(0.5)).to(device)
+    quantizer.eval()(data(device))
+    quantizer.train()(torch.full((3,), 7.0, device=device))
+    assert quantizer.scale.item() == 1.5
+
+
+def test_activation_checkpointing_takes_a_batch_in_once(device: torch.device) -> None:
+    x = data(device)
+    plain, checkpointed = make(EMA(0.5)).to(device), make(EMA(0.5)).to(device)
+    for quantizer in (plain, checkpointed):
+        quantizer(x * 3)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    plain(leaves[0]).square().sum().backward()
+    again = torch.utils.checkpoint.checkpoint(checkpointed, leaves[1], use_reentrant=False)
+    again.square().sum().backward()
+    assert_same_bits(checkpointed.scale, plain.scale)
+    assert_same_bits(leaves[1].grad, leaves[0].grad)
+
+
+def test_a_first_batch_in_inference_mode(device: torch.device) -> None:
+    quantizer = make(EMA(0.5), PerChannel(0), observer=MinMax(PerChannel(0))).to(device)
+    with torch.inference_mode():
+        quantizer(data(device))
+    quantizer(data(device, 1))
+    assert quantizer.observer.count.sum() == 96
+
+
+def test_an_average_of_models_made_before_training() -> None:
+    model = torch.nn.Sequential(make(EMA(0.5)))
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    model(data(torch.device("cpu")))
+    average.update_parameters(model)
+    average.eval()(data(torch.device("cpu")))
+
+
+def test_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        quantizer = FakeQuantize(4, False, 0.5, 3)
+    assert quantizer(torch.ones(3, device="meta")).shape == (3,)
+
+
+@pytest.mark.parametrize("mode", [Fixed(), EMA(), Learned()], ids=str)
+def test_loading_by_assignment_keeps_scales_in_float32(mode: ScaleMode) -> None:
+    quantizer = make(mode)
+    quantizer(data(torch.device("cpu")))
+    state = {name: t.half() if t.is_floating_point() else t.clone() for name, t in quantizer.state_dict().items()}
+    state["zero_point"] = state["zero_point"].long()
+    quantizer.load_state_dict(state, assign=True)
+    assert quantizer.scale.dtype == torch.float32
+    assert quantizer.zero_point.dtype == torch.int32
+    quantizer.eval()(data(torch.device("cpu")))
+
+
+def test_loading_refuses_what_construction_refuses() -> None:
+    state = FakeQuantize(4).state_dict()
+    with pytest.raises(RuntimeError, match="zero_point: the checkpoint's is not 0"):
+        FakeQuantize(4).load_state_dict(state | {"zero_point": torch.tensor(3, dtype=torch.int32)})
+    grouped = make(EMA(), PerGroup(4))
+    grouped(data(torch.device("cpu")))
+    with pytest.raises(
+        RuntimeError, match=r"the checkpoint holds shape \(6, 2\), which PerChannel\(axis=0\) cannot have"
+    ):
+        make(EMA(), PerChannel(0)).load_state_dict(grouped.state_dict())
+    affine = make(EMA(), symmetric=False)
+    affine(data(torch.device("cpu")))
+    with pytest.raises(RuntimeError, match="low: the checkpoint holds a value that is not finite"):
+        make(EMA(), symmetric=False).load_state_dict(affine.state_dict() | {"low": torch.tensor(math.nan)})
+    with pytest.raises(RuntimeError, match=r"zero_point: the checkpoint holds torch.float32"):
+        FakeQuantize(4).load_state_dict(state | {"zero_point": torch.tensor(0.0)})
+    with pytest.raises(RuntimeError, match="have different shapes"):
+        make(Fixed(), PerChannel(0)).load_state_dict(state | {"scale": torch.ones(3)})
+    learned = FakeQuantize(4, scale=0.5, scale_mode=Learned())
+    with pytest.raises(RuntimeError, match=r"scale holds -1\.0"):
+        learned.load_state_dict(learned.state_dict() | {"initial_scale": torch.tensor(-1.0)})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -11,7 +12,7 @@ from compare import assert_same_bits
 from lowbit import Grid, PerChannel, PerGroup, PerTensor
 from lowbit.functional import fake_quantize
 from lowbit.granularity import Granularity
-from lowbit.observers import Histogram, MinMax, MovingAverage, Observer
+from lowbit.observers import Histogram, MinMax, MovingAverage, Observer, _divergence
 
 PERS = (PerTensor(), PerChannel(0), PerChannel(1), PerGroup(4), *inputs.PERS[-1:])
 MAKERS = {
@@ -214,3 +215,31 @@ def test_data_of_another_shape_is_an_error(name: str, device: torch.device) -> N
     observer.observe(torch.ones(6, 8, device=device))
     with pytest.raises(ValueError, match=r"earlier data had \(6,\)"):
         observer.observe(torch.ones(5, 8, device=device))
+
+
+def test_percentile_of_an_affine_range_cuts_half_at_each_end(device: torch.device) -> None:
+    observer = Histogram(method="percentile", percentile=90.0).to(device)
+    observer.observe(torch.linspace(-1, 1, 100_001, device=device))
+    low, high = observer._range(Grid(8), False)
+    assert low.item() == pytest.approx(-0.9, abs=1e-3)
+    assert high.item() == pytest.approx(0.9, abs=1e-3)
+    low, high = observer._range(Grid(8), True)
+    assert high.item() == pytest.approx(0.9, abs=1e-3)  # 90 % of abs(x), uniform on [0, 1]
+
+
+def test_divergence_by_hand() -> None:
+    """Codes 0 0 1 1, the last bin clipped: P moves its 2 counts to bin 2, Q spreads each code over its used bins."""
+    counts = torch.tensor([[1.0, 3.0, 4.0, 2.0]]).double()
+    codes, inside = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([[True, True, True, False]])
+    p, q = [0.1, 0.3, 0.6], [2 / 8, 2 / 8, 4 / 8]
+    expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    assert _divergence(counts, codes, inside).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_loading_other_bins_or_another_granularity_is_an_error() -> None:
+    saved = Histogram(PerChannel(0), bins=64)
+    saved.observe(torch.ones(3, 4))
+    with pytest.raises(RuntimeError, match="counts"):
+        Histogram(PerChannel(0), bins=128).load_state_dict(saved.state_dict())
+    with pytest.raises(RuntimeError, match=r"the checkpoint holds shape \(3,\), which PerTensor\(\) cannot have"):
+        Histogram(bins=64).load_state_dict(saved.state_dict())

@@ -77,7 +77,7 @@ class Granularity(TaggedRecord, tag="per"):
         inside = [axis for axis in range(-split.dim(), 0) if axis not in across]
         groups = math.prod([split.shape[axis] for axis in across])
         size = math.prod([split.shape[axis] for axis in inside])
-        return split.permute([*across, *inside]).reshape(groups, size)
+        return split.permute([*across, *inside]).reshape(groups, size).contiguous()
 
     def group_size(self, shape: Sequence[int], batch_axis: int | None = None) -> int:
         """How many elements share one scale, those of one sample only where a batch axis is named."""
@@ -85,8 +85,6 @@ class Granularity(TaggedRecord, tag="per"):
         shared = math.prod(shape) // groups if groups else 0
         if batch_axis is None or not shared:
             return shared
-        if not -len(shape) <= batch_axis < len(shape):
-            raise ValueError(f"batch_axis is {batch_axis}, but x has {len(shape)} dimensions")
         apart = self.splits or batch_axis % len(shape) - len(shape) in self.group_axes(len(shape))
         return shared if apart else shared // shape[batch_axis]
 

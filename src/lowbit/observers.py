@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -98,23 +99,32 @@ class Observer(nn.Module, ABC):
     def _take_shape(self, x: Tensor) -> None:
         shape = self.per.scale_shape(x.shape)
         if not self._has_shape:
-            for name, dtype, value in self.group_state:
-                setattr(self, name, torch.full(self._state_shape(name, shape), value, dtype=dtype, device=x.device))
+            self._allocate(shape, x.device)
         elif tuple(self.count.shape) != shape:
             raise ValueError(
                 f"{self.per} of a {tuple(x.shape)} tensor has scales of shape {shape}, but earlier data had "
                 f"{tuple(self.count.shape)}; call reset() first"
             )
 
+    def _allocate(self, shape: tuple[int, ...], device: torch.device) -> None:
+        with torch.inference_mode(False):  # state must outlive the mode it was made in
+            for name, dtype, value in self.group_state:
+                setattr(self, name, torch.full(self._state_shape(name, shape), value, dtype=dtype, device=device))
+
     def _state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if not self._has_shape:  # take the shape of the state, as of first data
-            for name, dtype, _ in self.group_state:
-                if (saved := state_dict.get(prefix + name)) is not None:
-                    setattr(self, name, torch.empty(saved.shape, dtype=dtype, device=self.nonfinite.device))
+        count = state_dict.get(prefix + "count")
+        if count is not None and count.shape != (0,):
+            shape = tuple(count.shape)
+            if not self.per.fits_scale(shape):
+                args[-1].append(f"{prefix}count: the checkpoint holds shape {shape}, which {self.per} cannot have")
+                return
+            if not self._has_shape:  # take the shape of the state, as of first data
+                self._allocate(shape, self.nonfinite.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        restore_dtypes(self, {name: dtype for name, dtype, _ in self.group_state})
 
     def _apply(self, fn: Any, recurse: bool = True) -> Observer:
         return super()._apply(keep_full_precision(fn), recurse)
@@ -150,7 +160,8 @@ class MovingAverage(Observer):
 class Histogram(Observer):
     """counts[c, b] = how many x of group c lie in bin b of [-limit, limit)
 
-    - ``percentile``  the narrowest range that holds ``percentile`` % of the values (symmetric: of abs(x))
+    - ``percentile``  the range that leaves out the largest (100 - ``percentile``) % of abs(x); affine: half of them
+      at each end
     - ``mse``         the range, of ``candidates`` shrunken ones, with the least squared error of the bin centres
     - ``entropy``     the range, of ``candidates`` shrunken ones, with the least KL divergence from the quantized counts
 
@@ -300,3 +311,12 @@ def keep_full_precision(fn: Any) -> Any:
         return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
 
     return apply
+
+
+def restore_dtypes(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Undo what loading with assign=True does to the dtype of a module's state."""
+    for name, dtype in dtypes.items():
+        tensor = getattr(module, name)
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        if half or (tensor.dtype != dtype and not tensor.is_floating_point()):
+            tensor.data = tensor.data.to(dtype)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.functional.check import check_float, check_scale_values, check_zero_point_values, values_are_readable
+from lowbit.division import divide
+from lowbit.functional.check import (
+    check_float,
+    check_scale_number,
+    check_scale_values,
+    check_zero_point_number,
+    check_zero_point_values,
+    values_are_readable,
+)
 from lowbit.functional.learned import floor_scale
-from lowbit.functional.statistics import abs_max, mean_abs, mean_std, min_max, params_from_data
+from lowbit.functional.statistics import abs_max, least_error_params, mean_abs, mean_std, min_max, params_from_data
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
-from lowbit.observers import Histogram, keep_full_precision
+from lowbit.observers import keep_full_precision, restore_dtypes
 from lowbit.scale import (
     EMA,
-    SCALE_FLOOR,
     Learned,
     NotCalibratedError,
     PerBatch,
     ScaleMode,
     affine_params,
+    lsq_plus_scale,
+    lsq_scale,
     nearest_zero_point,
     symmetric_scale,
 )
@@ -64,14 +72,22 @@ class ScaleState(nn.Module):
         self._check_scale_mode()
         self._build_state()
         pact = isinstance(scale_mode, Learned) and scale_mode.method == "pact"
-        from_data = isinstance(scale_mode, EMA) or (isinstance(scale_mode, Learned) and scale is None and not pact)
-        if from_data or isinstance(scale_mode, PerBatch):
-            self._refuse_params(scale, zero_point)
+        # What ``initialized`` says, where it cannot be read: on a GPU, and under torch.compile.
+        self._started = False
+        default = scale is None or (isinstance(scale, int | float) and scale == 1)
+        if isinstance(scale_mode, PerBatch):
+            if not default or isinstance(zero_point, Tensor) or zero_point != 0:
+                raise ValueError(f"{scale_mode} takes scale and zero_point from each batch; leave them out")
+        elif (isinstance(scale_mode, EMA) and default) or (
+            isinstance(scale_mode, Learned) and scale is None and not pact
+        ):
+            if isinstance(zero_point, Tensor) or zero_point != 0:
+                raise ValueError(
+                    f"zero_point is {zero_point}, but there is no scale; give both, or leave both to the data"
+                )
         else:
-            default = _PACT_CLIP / grid.quant_max if pact else 1.0
-            self.update_params(default if scale is None else scale, zero_point)
-        # Whether the state holds a scale yet; a Python flag, so that no value is read back from a GPU.
-        self._ready = not from_data
+            first = _PACT_CLIP / grid.quant_max if pact else 1.0
+            self.update_params(first if scale is None else scale, zero_point)
 
     @torch.no_grad()
     def update_params(self, scale: Tensor | float, zero_point: Tensor | int = 0) -> None:
@@ -82,7 +98,7 @@ class ScaleState(nn.Module):
         self._resize(tuple(new_scale.shape))
         for name, value in self._derived_state(new_scale, new_zero_point).items():
             getattr(self, name).copy_(value)
-        self._ready = True
+        self._started = True
 
     def float_range(self) -> tuple[Tensor, Tensor]:
         """lo, hi = (quant_min - z) * s, (quant_max - z) * s"""
@@ -93,8 +109,6 @@ class ScaleState(nn.Module):
             scale, zero_point = self._state_params()
             zero_point = nearest_zero_point(zero_point, self.grid)
             return (self.grid.quant_min - zero_point) * scale, (self.grid.quant_max - zero_point) * scale
-
-    # Which tensors there are.
 
     def _build_state(self) -> None:
         mode, affine = self.scale_mode, not self.symmetric
@@ -137,7 +151,8 @@ class ScaleState(nn.Module):
         for name, tensor in self._group_state().items():
             if tuple(tensor.shape) == shape:
                 continue
-            grown = tensor.detach().expand(shape).clone()
+            with torch.inference_mode(False):  # state must outlive the mode it was made in
+                grown = tensor.detach().expand(shape).clone()
             if isinstance(tensor, nn.Parameter):
                 _refuse_to_compile()
                 tensor.data = grown  # the optimizer may hold it already
@@ -148,18 +163,17 @@ class ScaleState(nn.Module):
         if not self._has_shape and isinstance(self.scale_mode, EMA | Learned):
             self._resize(self.per.scale_shape(x.shape))
 
-    # How they follow the data.
-
     @torch.no_grad()
     def _follow(self, x: Tensor) -> None:
         """Take x into the state: an EMA on every call, a learned scale at its start."""
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+            return  # inside a backward pass: activation checkpointing runs the forward of a batch already taken in
         if isinstance(self.scale_mode, EMA):
             self._blend(x, self.scale_mode.decay)
-        elif isinstance(self.scale_mode, Learned) and not self._ready:
+        elif isinstance(self.scale_mode, Learned) and not self._is_ready():
             self._start(x, self.scale_mode.method)
-        else:
-            return
-        self._ready = bool(self.initialized.any()) if values_are_readable(self.initialized) else x.numel() > 0
+        if x.numel() > 0:
+            self._started = True
 
     def _blend(self, x: Tensor, decay: float) -> None:
         """state = decay * state + (1 - decay) * batch, for groups with data; a group's first data is copied in"""
@@ -184,21 +198,15 @@ class ScaleState(nn.Module):
         has_data = abs_max(x, self.per) > 0
         zero_point = self.zero_point
         if not self.symmetric and method == "lsq+":
-            _refuse_to_compile()
-            watcher = Histogram(self.per, "mse").to(x.device)
-            watcher.observe(x)
-            scale, zero_point = watcher.quant_params(self.grid, symmetric=False)
+            scale, zero_point = least_error_params(x, grid=self.grid, per=self.per)
         elif not self.symmetric:
             scale, zero_point = affine_params(*min_max(x, self.per), self.grid)
         elif method == "lsq+":
-            mean, std = mean_std(x, self.per)
-            reach = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs())
-            scale = reach / (2 ** (self.grid.bits - 1) if self.grid.signed else self.grid.quant_max)
+            scale = lsq_plus_scale(*mean_std(x, self.per), self.grid)
         else:
-            scale = 2 * mean_abs(x, self.per) / math.sqrt(self.grid.quant_max)
-        scale = scale.clamp_min(SCALE_FLOOR)
+            scale = lsq_scale(mean_abs(x, self.per), self.grid)
         live = has_data.sum().clamp_min(1)
-        scale = torch.where(has_data, scale, (scale * has_data).sum() / live)
+        scale = torch.where(has_data, scale, divide((scale * has_data).sum(), live))
         self.initialized.copy_(has_data.any())
         self.scale.copy_(torch.where(self.initialized, scale, self.scale))
         self.zero_point.copy_(torch.where(self.initialized, zero_point, self.zero_point))
@@ -222,10 +230,14 @@ class ScaleState(nn.Module):
             return self.scale.clone(), self.zero_point.clone()
         return self.scale, self.zero_point
 
-    # Checks.
+    def _is_ready(self) -> bool:
+        """Whether the state holds a scale."""
+        if not isinstance(self.scale_mode, EMA | Learned):
+            return True
+        return bool(self.initialized.any()) if values_are_readable(self.initialized) else self._started
 
     def _check_ready(self) -> None:
-        if not self._ready:
+        if not self._is_ready():
             raise NotCalibratedError(
                 f"this quantizer ({self.scale_mode}) has seen no data; run a batch in training mode while observing, "
                 "or call update_params"
@@ -255,42 +267,35 @@ class ScaleState(nn.Module):
         if isinstance(mode, Learned) and mode.method == "pact" and (self.grid.signed or not self.symmetric):
             raise ValueError("method='pact' clips to [0, a]; use symmetric=True with signed=False")
 
-    def _refuse_params(self, scale: Tensor | float | None, zero_point: Tensor | int) -> None:
-        if not (scale is None or (isinstance(scale, int | float) and scale == 1)):
-            raise ValueError(
-                f"scale is {scale}, but {self.scale_mode} takes its scale from data; "
-                "leave it out, or set a first one with update_params"
-            )
-        if isinstance(zero_point, Tensor) or zero_point != 0:
-            raise ValueError(f"zero_point is {zero_point}, but {self.scale_mode} takes it from data; leave it out")
-
     def _checked_params(self, scale: Tensor | float, zero_point: Tensor | int) -> tuple[Tensor, Tensor]:
         """Both as tensors of one shape, which the state can take; the scale positive and finite, z inside the grid."""
-        device = self.scale.device
-        new_scale = torch.as_tensor(scale, dtype=self.scale.dtype, device=device)
-        new_zero_point = torch.as_tensor(zero_point, device=device)
-        check_scale_values(new_scale)
-        if new_zero_point.is_floating_point() or new_zero_point.dtype == torch.bool:
-            raise TypeError(f"zero_point is {zero_point!r}, but it must be an int or an integer tensor")
-        check_zero_point_values(new_zero_point, self.grid)
-        if self.symmetric and new_zero_point.any():
+        dtype, device = self.scale.dtype, self.scale.device
+        # Values are checked where they are, before they move: on a GPU they are not read.
+        if isinstance(scale, Tensor):
+            check_scale_values(scale, dtype)
+        else:
+            check_scale_number(scale, dtype)
+        if isinstance(zero_point, Tensor):
+            zero_point = check_zero_point_values(zero_point, self.grid)
+        else:
+            check_zero_point_number(zero_point, self.grid)
+        if self.symmetric and _is_known_nonzero(zero_point):
             raise ValueError(
                 f"zero_point is {zero_point}, but a symmetric quantizer has zero point 0; use symmetric=False"
             )
+        new_scale = torch.as_tensor(scale, dtype=dtype, device=device)
+        new_zero_point = torch.as_tensor(zero_point, dtype=torch.int32, device=device)
         shape = tuple(new_scale.shape)
         if not shape and self._has_shape:
             shape = tuple(self.scale.shape)
-        if self._has_shape and shape != tuple(self.scale.shape):
-            raise ValueError(
-                f"scale has shape {shape}, but this quantizer ({self.per}) holds {tuple(self.scale.shape)}"
-            )
+        if (self._has_shape and shape != tuple(self.scale.shape)) or (shape and not self.per.fits_scale(shape)):
+            held = tuple(self.scale.shape) if self._has_shape else "no such scale"
+            raise ValueError(f"scale has shape {shape}, but this quantizer ({self.per}) holds {held}")
         if tuple(new_zero_point.shape) not in ((), shape):
             raise ValueError(
                 f"zero_point has shape {tuple(new_zero_point.shape)}, but scale has {shape}; give both the same"
             )
-        return new_scale.expand(shape), new_zero_point.to(torch.int32).expand(shape)
-
-    # Loading and moving.
+        return new_scale.expand(shape), new_zero_point.expand(shape)
 
     def _load_from_state_dict(
         self,
@@ -311,8 +316,10 @@ class ScaleState(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        dtypes = {name: torch.float32 if tensor.is_floating_point() else torch.int32 for name, tensor in saved.items()}
+        restore_dtypes(self, dtypes | {"initialized": torch.bool} if "initialized" in saved else dtypes)
         if "initialized" in saved:
-            self._ready = bool(saved["initialized"].any())
+            self._started = bool(saved["initialized"].any())
 
     def _state_problem(self, saved: dict[str, Tensor]) -> str | None:
         """Why this state cannot be loaded, in words, or None."""
@@ -320,6 +327,8 @@ class ScaleState(nn.Module):
         shapes = {tuple(tensor.shape) for tensor in saved.values()}
         if len(shapes) > 1:
             return f"scale: the checkpoint's tensors have different shapes, {sorted(shapes)}; it is damaged"
+        if (shape := next(iter(shapes), ())) and not self.per.fits_scale(shape):
+            return f"scale: the checkpoint holds shape {shape}, which {self.per} cannot have"
         for name, tensor in saved.items():
             if self._has_shape and tensor.shape != held[name].shape:
                 return (
@@ -332,15 +341,28 @@ class ScaleState(nn.Module):
             for name in ("scale", "initial_scale"):
                 # A learned scale may sink below 0; its floor, a share of the initial scale, holds it up.
                 if name in saved and not (name == "scale" and isinstance(self.scale_mode, Learned)):
-                    check_scale_values(saved[name])
+                    check_scale_values(saved[name], torch.float32)
             if "zero_point" in saved and not saved["zero_point"].is_floating_point():
                 check_zero_point_values(saved["zero_point"], self.grid)
         except ValueError as error:
             return str(error)
+        if self.symmetric and "zero_point" in saved and _is_known_nonzero(saved["zero_point"]):
+            return (
+                "zero_point: the checkpoint's is not 0, but this quantizer is symmetric; build it with symmetric=False"
+            )
+        for name in ("low", "high"):
+            if name in saved and values_are_readable(saved[name]) and not saved[name].isfinite().all():
+                return f"{name}: the checkpoint holds a value that is not finite; it is damaged"
         return None
 
     def _apply(self, fn: Any, recurse: bool = True) -> ScaleState:
         return super()._apply(keep_full_precision(fn), recurse)
+
+
+def _is_known_nonzero(zero_point: Tensor | int) -> bool:
+    if isinstance(zero_point, Tensor):
+        return values_are_readable(zero_point) and bool(zero_point.any())
+    return zero_point != 0
 
 
 def _refuse_to_compile() -> None:

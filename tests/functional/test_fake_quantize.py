@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -174,11 +175,24 @@ def test_what_is_saved_for_the_backward(device: torch.device) -> None:
             assert [t.data_ptr() for t in large] == [x.data_ptr()]
 
 
+def test_tanh_is_within_4_ulp(device: torch.device) -> None:
+    """Of the formula at the float32 quotient, in float64, where 1 - tanh^2 is still a normal number."""
+    x = torch.linspace(-40, 40, 20_001, device=device)
+    for scale in (1.0, 0.3):
+        dx = fake_quantize_backward(torch.ones_like(x), x, torch.tensor(scale, device=device), ste=SteKind.TANH).cpu()
+        v = torch.from_numpy(x.cpu().numpy() / torch.tensor(scale).numpy()).double()
+        exact = 1 / torch.cosh(v).square()
+        ulp = torch.from_numpy(np.spacing(exact.float().numpy())).double()
+        normal = exact > 1e-30
+        assert ((dx.double() - exact).abs() <= 4 * ulp)[normal].all()
+
+
 def test_zero_points_of_any_integer_dtype(device: torch.device) -> None:
     x = inputs.random((8,)).float().to(device)
     scale = torch.tensor(0.3, device=device)
     expected = fake_quantize(x, scale, 3)
-    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+    wide_unsigned = () if device.type == "cuda" else (torch.uint16, torch.uint32, torch.uint64)
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, *wide_unsigned):
         assert_same_bits(fake_quantize(x, scale, torch.tensor(3, dtype=dtype, device=device)), expected)
 
 

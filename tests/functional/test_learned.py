@@ -53,7 +53,12 @@ def test_gradient_scale(device: torch.device) -> None:
     plain = ds(PerTensor(), (), grad_scale=False)
     torch.testing.assert_close(ds(PerTensor(), ()), plain / math.sqrt(24 * 7))
     torch.testing.assert_close(ds(PerTensor(), (), batch_axis=0), plain / math.sqrt(6 * 7))
-    torch.testing.assert_close(ds(PerChannel(1), (6,)), ds(PerChannel(1), (6,), grad_scale=False) / math.sqrt(4 * 7))
+    columns, rows = ds(PerChannel(1), (6,), grad_scale=False), ds(PerChannel(0), (4,), grad_scale=False)
+    torch.testing.assert_close(ds(PerChannel(1), (6,)), columns / math.sqrt(4 * 7))
+    torch.testing.assert_close(ds(PerChannel(1), (6,), batch_axis=0), columns / math.sqrt(1 * 7))
+    torch.testing.assert_close(ds(PerTensor(), (), batch_axis=1), plain / math.sqrt(4 * 7))
+    # an axis that lies across scale groups is not counted in any of them
+    torch.testing.assert_close(ds(PerChannel(0), (4,), batch_axis=0), rows / math.sqrt(6 * 7))
     torch.testing.assert_close(
         ds(PerTensor(), (), method="pact"), ds(PerTensor(), (), method="pact", grad_scale=False) / 49
     )
@@ -73,6 +78,16 @@ def test_ds_of_one_element_by_hand(device: torch.device) -> None:
         x = torch.tensor([value], device=device)
         learned_fake_quantize(x, scale, grid=Grid(3), grad_scale=False).backward(torch.ones_like(x))
         assert scale.grad.item() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_gradient_scale_of_the_zero_point(device: torch.device) -> None:
+    x = inputs.random((24,)).float().to(device)
+    found = []
+    for grad_scale in (False, True):
+        zero_point = torch.tensor(1.0, device=device, requires_grad=True)
+        learned_fake_quantize(x, 0.2, zero_point, grid=Grid(4), grad_scale=grad_scale).sum().backward()
+        found.append(zero_point.grad)
+    torch.testing.assert_close(found[1], found[0] / math.sqrt(24 * 7))
 
 
 def test_a_learned_zero_point_is_rounded_into_the_grid(device: torch.device) -> None:
@@ -106,14 +121,14 @@ def test_ste_rules_apply_to_dx(device: torch.device) -> None:
         assert_same_bits(leaf.grad, fake_quantize_backward(torch.ones_like(x), x, scale, grid=Grid(3), ste=ste))
 
 
-@pytest.mark.parametrize("shape", [(100_003,), (3, 40_001), (1, 5, 33_333)])
+@pytest.mark.parametrize("shape", [(100_003,), (3, 40_001), (1, 5, 33_333), (1000, 36), (1000, 37), (4096, 100)])
 def test_sums_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...]) -> None:
     x = inputs.random(shape).float()
     before = torch.get_num_threads()
     try:
         for per in (PerTensor(), PerChannel(0), PerChannel(-1)):
             found = []
-            for threads in (1, 2, 3, 7):
+            for threads in (1, 2, 3, 8, 16):
                 torch.set_num_threads(threads)
                 scale = torch.full(per.scale_shape(x.shape), 0.1, requires_grad=True)
                 learned_fake_quantize(x, scale, grid=Grid(4), per=per).sum().backward()

@@ -114,7 +114,7 @@ def test_verdicts_say_why() -> None:
     assert plan.can_implement(x, scale).ok
     assert plan.can_implement(x, scale, None).ok
     for args, reason in [
-        ((x,), "takes .x, scale, zero_point., but got 1"),
+        ((x,), "takes .x, scale, zero_point., but got 1 argument"),
         ((x, torch.ones(8)), r"scale has shape \(8,\), but the plan was made for \(6,\)"),
         ((torch.zeros(8, 6), scale), r"x has shape \(8, 6\)"),
         ((x.double(), scale), "x is torch.float64, but the plan was made for torch.float32"),
@@ -126,6 +126,21 @@ def test_verdicts_say_why() -> None:
         verdict = plan.can_implement(*args)
         assert not verdict.ok
         assert re.search(reason, verdict.reason), verdict.reason
+
+
+def test_verdicts_know_numbers() -> None:
+    x = torch.zeros(3)
+    plan = Plan.select("clamp", x)
+    assert plan.can_implement(x, -1.0, 1.0).ok
+    assert not plan.can_implement(x).ok
+    assert plan.can_implement(x, -1.0, "1").reason == "max_value is str, but it must be a number"
+    codes = torch.ones(3, dtype=torch.int8)
+    assert Plan.select("dequantize", codes).run(codes, torch.tensor(0.5)).tolist() == [0.5, 0.5, 0.5]
+
+
+def test_run_gives_no_gradient() -> None:
+    x = torch.zeros(3, requires_grad=True)
+    assert not Plan.select("fake_quantize", x).run(x, torch.tensor(0.5)).requires_grad
 
 
 @pytest.mark.parametrize("op", plan_module._OPS)

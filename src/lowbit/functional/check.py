@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from lowbit.granularity import Granularity
 from lowbit.grid import Grid
 from lowbit.kernels.precision import math_dtype
-from lowbit.record import check_finite
+from lowbit.record import check_number
 from lowbit.ste import SteKind
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,7 +36,10 @@ def check_grad(grad_output: Tensor, x: Tensor) -> None:
     """Refuse a gradient that does not belong to x."""
     check_float("grad_output", grad_output)
     if grad_output.shape != x.shape:
-        raise ValueError(f"grad_output has shape {tuple(grad_output.shape)}, but x has {tuple(x.shape)}")
+        raise ValueError(
+            f"grad_output has shape {tuple(grad_output.shape)}, but x has {tuple(x.shape)}; "
+            "pass the gradient of the op's result"
+        )
     _check_device("grad_output", grad_output, x)
 
 
@@ -62,29 +63,35 @@ def check_ste(ste: object) -> None:
 
 def check_scale(scale: Tensor | float, x: Tensor, per: Granularity, *, learned: bool = False) -> Tensor:
     """The scale as a Tensor of the shape that ``per`` asks for; positive and finite."""
-    shape = per.scale_shape(x.shape)
+    shape, dtype = per.scale_shape(x.shape), math_dtype(x.dtype)
     if not isinstance(scale, Tensor):
-        value = check_finite("scale", scale)
-        _check_scale_range(value, value)
-        return torch.full(shape, scale, dtype=math_dtype(x.dtype), device=x.device)
-    if scale.dtype not in FLOATS:
-        raise TypeError(f"scale is {scale.dtype}, but it must be a float tensor, best float32")
+        return torch.full(shape, check_scale_number(scale, dtype), dtype=dtype, device=x.device)
+    check_scale_values(scale, dtype)
     _check_shape("scale", scale, x, per, shape)
     _check_device("scale", scale, x)
     if scale.requires_grad and torch.is_grad_enabled() and not learned:
         raise ValueError(
             "scale requires a gradient, but this op gives it none; use learned_fake_quantize or scale.detach()"
         )
-    if values_are_readable(scale):
-        check_scale_values(scale)
     return scale
 
 
-def check_scale_values(scale: Tensor) -> None:
-    """Refuse a scale that is not positive and finite; reads the values."""
-    if scale.numel():
+def check_scale_number(scale: object, dtype: torch.dtype) -> float:
+    """Refuse a number that is no positive, finite scale in ``dtype``."""
+    value = check_number("scale", scale)
+    _check_scale_range(value, value, dtype)
+    return value
+
+
+def check_scale_values(scale: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a scale that is no float tensor, or not positive and finite in ``dtype``; reads values only for free."""
+    if scale.dtype not in FLOATS:
+        raise TypeError(
+            f"scale is {scale.dtype}, but it must be a float tensor, best float32; convert it: scale.float()"
+        )
+    if scale.numel() and values_are_readable(scale):
         low, high = scale.detach().aminmax()
-        _check_scale_range(low.item(), high.item())
+        _check_scale_range(low.item(), high.item(), dtype)
 
 
 def check_zero_point(
@@ -94,27 +101,37 @@ def check_zero_point(
     if zero_point is None:
         return None
     shape = per.scale_shape(x.shape)
-    if isinstance(zero_point, int) and not isinstance(zero_point, bool):
-        _check_zero_point_range(zero_point, zero_point, grid)
-        return torch.full(shape, zero_point, dtype=torch.int32, device=x.device)
     if not isinstance(zero_point, Tensor):
-        raise TypeError(
-            f"zero_point is {zero_point!r} ({type(zero_point).__name__}), but it must be an int or a Tensor"
-        )
-    if zero_point.dtype not in (INTEGERS + FLOATS if learned else INTEGERS):
-        raise TypeError(f"zero_point is {zero_point.dtype}, but it must be an integer tensor, best int32")
+        return torch.full(shape, check_zero_point_number(zero_point, grid), dtype=torch.int32, device=x.device)
+    if not (learned and zero_point.dtype in FLOATS):
+        zero_point = check_zero_point_values(zero_point, grid)
+    elif values_are_readable(zero_point) and not zero_point.isfinite().all():
+        raise ValueError("zero_point holds a value that is not finite; start it inside the grid")
     _check_shape("zero_point", zero_point, x, per, shape)
     _check_device("zero_point", zero_point, x)
-    if not zero_point.is_floating_point() and values_are_readable(zero_point):
-        check_zero_point_values(zero_point, grid)
     return zero_point
 
 
-def check_zero_point_values(zero_point: Tensor, grid: Grid | None) -> None:
-    """Refuse a zero point outside the grid; reads the values."""
-    if zero_point.numel():
-        low, high = zero_point.detach().aminmax()
-        _check_zero_point_range(int(low.item()), int(high.item()), grid)
+def check_zero_point_number(zero_point: object, grid: Grid | None) -> int:
+    """Refuse what is no int inside the grid."""
+    if isinstance(zero_point, bool) or not isinstance(zero_point, int):
+        kind = type(zero_point).__name__
+        raise TypeError(f"zero_point is {zero_point!r} ({kind}), but it must be an int or an integer Tensor")
+    limits = (grid.quant_min, grid.quant_max) if grid is not None else (-(2**31), 2**31 - 1)
+    _check_zero_point_range(zero_point, zero_point, limits)
+    return zero_point
+
+
+def check_zero_point_values(zero_point: Tensor, grid: Grid | None) -> Tensor:
+    """Refuse a zero point that is no integer tensor, or outside the grid; reads values only for free."""
+    if zero_point.is_floating_point() or zero_point.is_complex() or zero_point.dtype == torch.bool:
+        raise TypeError(f"zero_point is {zero_point.dtype}, but it must be an integer tensor, best int32")
+    if zero_point.dtype not in INTEGERS:
+        zero_point = zero_point.to(torch.int64)  # torch has few ops for its wider unsigned integers
+    if grid is not None and zero_point.numel() and values_are_readable(zero_point):
+        low, high = zero_point.aminmax()
+        _check_zero_point_range(int(low.item()), int(high.item()), (grid.quant_min, grid.quant_max))
+    return zero_point
 
 
 def check_params(
@@ -138,18 +155,20 @@ def values_are_readable(tensor: Tensor) -> bool:
     )
 
 
-def _check_scale_range(low: float, high: float) -> None:
-    if not (low > 0 and high < math.inf):  # NaN fails both
-        bad = high if low > 0 else low
-        raise ValueError(f"scale holds {bad}, but every scale must be positive and finite")
-
-
-def _check_zero_point_range(low: int, high: int, grid: Grid | None) -> None:
-    if grid is not None and (low < grid.quant_min or high > grid.quant_max):
-        bad = low if low < grid.quant_min else high
+def _check_scale_range(low: float, high: float, dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    if not (low >= info.smallest_normal * info.eps and high <= info.max):  # NaN fails both
+        bad = low if not low >= info.smallest_normal * info.eps else high
         raise ValueError(
-            f"zero_point holds {bad}, but it must lie inside the grid's {grid.quant_min} to {grid.quant_max}"
+            f"scale holds {bad}, but every scale must be positive and finite in {dtype}; "
+            "a scale from data is max(abs(x)) / quant_max, at least 1e-12"
         )
+
+
+def _check_zero_point_range(low: int, high: int, limits: tuple[int, int]) -> None:
+    if low < limits[0] or high > limits[1]:
+        bad = low if low < limits[0] else high
+        raise ValueError(f"zero_point holds {bad}, but it must lie inside the grid's {limits[0]} to {limits[1]}")
 
 
 def _check_shape(name: str, value: Tensor, x: Tensor, per: Granularity, shape: tuple[int, ...]) -> None:

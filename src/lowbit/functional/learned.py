@@ -12,7 +12,7 @@ from lowbit.functional.check import check_float, check_grid, check_per, check_sc
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
 from lowbit.kernels import plan
-from lowbit.record import check_choice, check_flag
+from lowbit.record import check_choice, check_flag, check_integer
 from lowbit.scale import nearest_zero_point
 from lowbit.ste import SteKind
 
@@ -109,8 +109,8 @@ def learned_fake_quantize(
     check_choice("method", method, ("lsq", "pact"))
     scale = check_scale(scale, x, per, learned=True)
     zero_point = check_zero_point(zero_point, x, per, grid, learned=True)
-    factor = _factor(x, grid, per, method, batch_axis) if grad_scale else 1.0
-    return _LearnedFakeQuantize.apply(x, scale, zero_point, grid, per, ste, method, factor)
+    factor = _factor(x, grid, per, method, batch_axis)
+    return _LearnedFakeQuantize.apply(x, scale, zero_point, grid, per, ste, method, factor if grad_scale else 1.0)
 
 
 def floor_scale(scale: Tensor, floor: Tensor) -> Tensor:
@@ -122,14 +122,11 @@ def floor_scale(scale: Tensor, floor: Tensor) -> Tensor:
 
 
 def _factor(x: Tensor, grid: Grid, per: Granularity, method: str, batch_axis: int | None) -> float:
+    if batch_axis is not None:
+        check_integer("batch_axis", batch_axis, -x.dim(), x.dim() - 1)
     if method == "pact":
         return 1.0 / grid.quant_max**2
-    shared = per.group_size(x.shape)
-    if batch_axis is not None:
-        if not -x.dim() <= batch_axis < x.dim():
-            raise ValueError(f"batch_axis is {batch_axis}, but x has {x.dim()} dimensions")
-        shared //= max(x.shape[batch_axis], 1)
-    return 1.0 / math.sqrt(max(shared, 1) * grid.quant_max)
+    return 1.0 / math.sqrt(max(per.group_size(x.shape, batch_axis), 1) * grid.quant_max)
 
 
 def _grid_zero_point(zero_point: Tensor | None, grid: Grid) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowbit.functional.check import check_float, check_grad, check_tensor
 from lowbit.kernels import plan
+from lowbit.kernels.precision import math_dtype
 from lowbit.record import check_finite, check_integer, check_number
 
 
@@ -234,10 +235,12 @@ def _check_real(x: Tensor) -> None:
 
 def _check_step(x: Tensor, step: float) -> None:
     _check_real(x)
-    if check_finite("step", step) <= 0:
-        raise ValueError(f"step is {step}, but it must be positive")
+    info = torch.finfo(math_dtype(x.dtype))
+    if not 0 < check_finite("step", step) <= info.max or step < info.smallest_normal * info.eps:
+        raise ValueError(f"step is {step}, but it must be positive and finite in {info.dtype}")
 
 
 def _check_k(x: Tensor, k: int) -> None:
     _check_real(x)
-    check_integer("k", k, 1)
+    # The largest k whose 2^k - 1 is a finite number.
+    check_integer("k", k, 1, 1023 if x.dtype == torch.float64 else 127)
