@@ -1,8 +1,8 @@
 """Rounding, clamping and k-bit quantization that a gradient passes straight through.
 
-The names and formulas are those of spikingjelly's ``activation_based.quantize``. Three things differ, on purpose:
-half-precision inputs compute in float32, masks select instead of multiplying (inf * 0 is NaN), and ``clamp_by_linear``
-adds eps after the difference, where it is not lost to rounding.
+The names and formulas are those of spikingjelly's ``activation_based.quantize``. What differs, on purpose:
+half-precision inputs compute in float32, masks select instead of multiplying (inf * 0 is NaN), ``clamp_by_linear``
+adds eps after the difference, where it is not lost to rounding, and a step, k or bound without meaning is refused.
 """
 
 from __future__ import annotations
