@@ -70,7 +70,9 @@ def fake_quantize(
     q = _clamp_codes(_shift(_round_codes(split, s), z), grid)
     if z is not None:
         q = q.sub_(z)
-    return per.join(_cast(q * s, x.dtype), x.shape)
+    # In place where a conversion follows: a fresh result must come last (see _cast).
+    y = q * s if q.dtype == x.dtype else q.mul_(s)
+    return per.join(_cast(y, x.dtype), x.shape)
 
 
 def fake_quantize_backward(
@@ -140,8 +142,9 @@ def quantize(
     q = _round_codes(split, s)
     if dtype is not None:
         q = q.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-    q = _clamp_codes(_shift(q, z), grid)
-    return per.join(q if dtype is None else _cast(q, dtype), x.shape)
+    q = _shift(q, z)
+    codes = q.clamp(grid.quant_min, grid.quant_max) if dtype is None else _clamp_codes(q, grid).to(dtype)
+    return per.join(codes, x.shape)
 
 
 def quantize_backward(
@@ -236,7 +239,7 @@ def _shift(q: Tensor, z: Tensor | None) -> Tensor:
 
 
 def _clamp_codes(q: Tensor, grid: Grid) -> Tensor:
-    return q.clamp(grid.quant_min, grid.quant_max)
+    return q.clamp_min_(grid.quant_min).clamp_max_(grid.quant_max)
 
 
 def _code_ends(z: Tensor | None, grid: Grid) -> tuple[Tensor | int, Tensor | int]:
