@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
-from lowbit.kernels import reference
-from lowbit.kernels.precision import PrecisionGuarantee, math_dtype
+from lowbit.kernels import native, reference
+from lowbit.kernels.ops import OPS, PARAMS
+from lowbit.kernels.precision import PrecisionGuarantee
+from lowbit.kernels.signature import Signature
 from lowbit.ste import SteKind
 
 
@@ -26,55 +29,27 @@ class Verdict(NamedTuple):
     reason: str
 
 
-class _Op(NamedTuple):
-    """What an op takes: its tensors in order (a zero point may be left out), its numbers, its records."""
+# Fastest first, each with the type of device it is written for. A backend is a module with:
+#   absence() -> str            why it cannot run here at all, with the remedy; "" where it can
+#   refusal(signature) -> str   why it cannot serve this signature; "" where it can
+#   kernel(signature)           a function of the op's tensors, numbers and options
+#   workspace_size(signature)   bytes of temporary memory at the kernel's peak
+#   ACCUMULATOR                 the dtype of sums; None: that of the arithmetic
+_BACKENDS = {"triton": "cuda", "native": "cpu", "reference": "any"}
 
-    tensors: tuple[str, ...]
-    numbers: tuple[str, ...]
-    records: tuple[str, ...]
-    # How many tensors of the math dtype, each as large as the input, the reference holds at its peak.
-    temporaries: int
-    sums: bool = False
-
-
-_X, _PARAMS = ("x",), ("scale", "zero_point")
-_FULL, _GRAD = ("grid", "per", "ste"), ("grad_output", "x")
-
-_OPS: dict[str, _Op] = {
-    "round": _Op(_X, (), (), 0),
-    "ceil": _Op(_X, (), (), 0),
-    "floor": _Op(_X, (), (), 0),
-    "clamp": _Op(_X, ("min_value", "max_value"), (), 2),
-    "clamp_backward": _Op(_GRAD, ("min_value", "max_value"), (), 2),
-    "step_quantize": _Op(_X, ("step",), (), 2),
-    "k_bit_quantize": _Op(_X, ("k",), (), 2),
-    "fake_quantize": _Op(_X + _PARAMS, (), ("grid", "per"), 2),
-    "fake_quantize_backward": _Op(_GRAD + _PARAMS, (), _FULL, 5),
-    "learned_fake_quantize": _Op(_X + _PARAMS, (), ("grid", "per"), 2),
-    "learned_fake_quantize_backward": _Op(_GRAD + _PARAMS, (), _FULL, 8, sums=True),
-    "quantize": _Op(_X + _PARAMS, (), ("grid", "per"), 2),
-    "quantize_backward": _Op(_GRAD + _PARAMS, (), ("grid", "per"), 4),
-    "dequantize": _Op(("q", *_PARAMS), (), ("per",), 2),
-    "dequantize_backward": _Op(("grad_output", "scale"), (), ("per",), 1),
-    "abs_max": _Op(_X, (), ("per",), 3),
-    "min_max": _Op(_X, (), ("per",), 3),
-    "mean_abs": _Op(_X, (), ("per",), 5, sums=True),
-    "mean_std": _Op(_X, (), ("per",), 10, sums=True),
-}
+_preferred = "auto"
 
 
-class _Backend(NamedTuple):
-    name: str
-    kernels: ModuleType | None
-    absent: str  # why ``kernels`` is None
-
-
-# Fastest first. A backend joins by its kernels, which carry the reference's names and signatures.
-_BACKENDS = (
-    _Backend("triton", None, "this version of lowbit has no Triton kernels"),
-    _Backend("native", None, "this version of lowbit has no native kernels"),
-    _Backend("reference", reference, ""),
-)
+@contextmanager
+def prefer(backend: str) -> Iterator[None]:
+    """Run every op on one backend, by name, for as long as the context lasts: to find out which one is at fault."""
+    global _preferred
+    _check_backend(backend)
+    before, _preferred = _preferred, backend
+    try:
+        yield
+    finally:
+        _preferred = before
 
 
 @dataclass(frozen=True)
@@ -82,20 +57,15 @@ class Plan:
     """select -> can_implement -> run: the dispatcher that every functional op goes through.
 
     >>> x = torch.randn(4, 8)
-    >>> plan = Plan.select("fake_quantize", x)
+    >>> plan = Plan.select("fake_quantize", x, prefer="reference")
     >>> plan.backend, plan.run(x, torch.tensor(0.1)).shape
     ('reference', torch.Size([4, 8]))
     """
 
-    op: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    grid: Grid
-    per: Granularity
-    ste: SteKind
+    signature: Signature
     backend: str
     kernel: Callable[..., Any]
+    copies: bool
     workspace_size: int
     precision_guarantee: PrecisionGuarantee
 
@@ -109,7 +79,7 @@ class Plan:
         ste: SteKind | None = None,
         prefer: str = "auto",
     ) -> Plan:
-        """The plan for ``op`` on a tensor like this one (its shape, dtype and device).
+        """The plan for ``op`` on a tensor like this one (its shape, strides, dtype and device).
 
         ``auto`` takes the fastest backend that can; one asked for by name that cannot raises with its reason. grid and
         ste default to those of ``lowbit.functional``.
@@ -121,11 +91,16 @@ class Plan:
         for name, value, kind in (("grid", grid, Grid), ("per", per, Granularity), ("ste", ste, SteKind)):
             if not isinstance(value, kind):
                 raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a {kind.__name__}")
-        return _select(str(op), tuple(like.shape), like.dtype, like.device, grid, per, ste, str(prefer))
+        return _select(str(op), like.shape, like.stride(), like.dtype, like.device, grid, per, ste, str(prefer))
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+        return self.signature.op
 
     def can_implement(self, *args: Tensor | float | None) -> Verdict:
         """Whether ``run`` serves these arguments; if not, the reason in words."""
-        spec = _OPS[self.op]
+        spec = OPS[self.op]
         names = spec.tensors + spec.numbers
         needed = len(names) - ("zero_point" in names)
         if not needed <= len(args) <= len(names):
@@ -142,32 +117,42 @@ class Plan:
             return None
         if not isinstance(arg, Tensor):
             return f"{name} is {type(arg).__name__}, but it must be a Tensor"
-        shape = self.per.scale_shape(self.shape) if name in _PARAMS else self.shape
-        if tuple(arg.shape) != shape:
-            return f"{name} has shape {tuple(arg.shape)}, but the plan was made for {shape}"
-        if arg.device != self.device:
-            return f"{name} is on {arg.device}, but the plan was made for {self.device}"
-        if name in ("x", "q") and arg.dtype != self.dtype:
-            return f"{name} is {arg.dtype}, but the plan was made for {self.dtype}"
+        made_for = self.signature
+        shape = made_for.scale_shape if name in PARAMS else made_for.shape
+        if tuple(arg.shape) != tuple(shape):
+            return f"{name} has shape {tuple(arg.shape)}, but the plan was made for {tuple(shape)}"
+        if arg.device != made_for.device:
+            return f"{name} is on {arg.device}, but the plan was made for {made_for.device}"
+        if name == _like_name(self.op):
+            if arg.dtype != made_for.dtype:
+                return f"{name} is {arg.dtype}, but the plan was made for {made_for.dtype}"
+            if arg.stride() != made_for.stride:
+                return f"{name} has strides {arg.stride()}, but the plan was made for {made_for.stride}"
         if name in ("grad_output", "scale") and not arg.is_floating_point():
             return f"{name} is {arg.dtype}, but it must be a float tensor"
         if name == "zero_point" and (arg.is_floating_point() or arg.dtype == torch.bool):
             return f"{name} is {arg.dtype}, but it must be an integer tensor"
         return None
 
-    @torch.no_grad()
     def run(self, *args: Any, **options: Any) -> Any:
         """The op's result, without a gradient; ``options`` are the op's own, such as the dtype of codes."""
-        return self.kernel(*args, **self._records(), **options)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.kernel(*args, **options)
+        return self.kernel(*args, **options)
 
-    def _records(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _OPS[self.op].records}
+
+def _like_name(op: str) -> str:
+    """The tensor that the plan was made like."""
+    tensors = OPS[op].tensors
+    return "x" if "x" in tensors else tensors[0]
 
 
 @lru_cache(maxsize=4096)
 def _select(
     op: str,
     shape: tuple[int, ...],
+    stride: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
     grid: Grid,
@@ -175,59 +160,101 @@ def _select(
     ste: SteKind,
     prefer: str,
 ) -> Plan:
-    spec = _OPS.get(op)
+    spec = OPS.get(op)
     if spec is None:
-        raise ValueError(f"op is {op!r}, but it must be one of {', '.join(_OPS)}")
-    groups = 0
+        raise ValueError(f"op is {op!r}, but it must be one of {', '.join(OPS)}")
+    signature = Signature(op, shape, stride, dtype, device, grid, per, ste)
     if "per" in spec.records:
-        groups = math.prod(per.scale_shape(shape))  # raises where the granularity does not fit
+        _ = signature.scale_shape  # raises where the granularity does not fit
         if "x" in spec.tensors and not dtype.is_floating_point:
             raise TypeError(f"like is {dtype}, but {op} takes a float tensor")
-    backend = _choose(op, prefer)
-    wide = math_dtype(dtype)
+    name = _choose(signature, prefer)
+    backend = _backend(name)
+    wide = signature.math_dtype
     stable = not spec.sums and not (op == "fake_quantize_backward" and ste is SteKind.TANH)
     return Plan(
-        op=op,
-        shape=shape,
-        dtype=dtype,
-        device=device,
-        grid=grid,
-        per=per,
-        ste=ste,
-        backend=backend.name,
-        kernel=getattr(backend.kernels, op),
-        workspace_size=(spec.temporaries * math.prod(shape) + 8 * groups) * wide.itemsize,
-        precision_guarantee=PrecisionGuarantee(wide, wide if spec.sums else None, True, stable),
+        signature=signature,
+        backend=name,
+        kernel=backend.kernel(signature),
+        copies=backend is not reference and signature.memory.copies,
+        workspace_size=backend.workspace_size(signature),
+        precision_guarantee=PrecisionGuarantee(
+            wide, (backend.ACCUMULATOR or wide) if spec.sums else None, deterministic=True, bit_stable=stable
+        ),
     )
 
 
-def _choose(op: str, prefer: str) -> _Backend:
-    """The fastest backend that can run the op, or the one asked for by name."""
-    names = [backend.name for backend in _BACKENDS]
-    if prefer not in ("auto", *names):
-        raise ValueError(f"prefer is {prefer!r}, but it must be one of auto, {', '.join(names)}")
-    for backend in _BACKENDS:
-        if prefer in ("auto", backend.name) and backend.kernels is not None:
-            return backend
-    absent = _BACKENDS[names.index(prefer)].absent
-    raise ValueError(f"backend {prefer!r} cannot run {op}: {absent}")
+def _choose(signature: Signature, prefer: str) -> str:
+    """The name of the fastest backend that can serve the signature, or of the one asked for."""
+    _check_backend(prefer)
+    if prefer != "auto":
+        if reason := _absence(prefer) or _backend(prefer).refusal(signature):
+            raise ValueError(f"backend {prefer!r} cannot run {signature.op}: {reason}")
+        return prefer
+    for name, device in _BACKENDS.items():
+        if device not in (signature.device.type, "any"):
+            continue
+        if absence := _absence(name):
+            _warn_once(f"lowbit runs its reference kernels, which are slower: {absence}")
+        elif not _backend(name).refusal(signature):
+            return name
+    raise AssertionError("the reference serves every signature")
+
+
+def _backend(name: str) -> ModuleType:
+    if name == "triton":
+        from lowbit.kernels import triton  # half a second, which only users of a GPU should spend
+
+        return triton
+    return {"native": native, "reference": reference}[name]
+
+
+@lru_cache
+def _absence(name: str) -> str:
+    try:
+        return _backend(name).absence()
+    except ImportError as error:
+        return f"{error}; install it: pip install triton"
+
+
+def _check_backend(prefer: str) -> None:
+    if prefer not in ("auto", *_BACKENDS):
+        raise ValueError(f"prefer is {prefer!r}, but it must be one of auto, {', '.join(_BACKENDS)}")
+
+
+@lru_cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def run(
     op: str,
     like: Tensor,
     *args: Any,
-    grid: Grid | None = None,
+    grid: Grid = Grid(8),
     per: Granularity = PerTensor(),
-    ste: SteKind | None = None,
+    ste: SteKind = SteKind.CLIPPED_IDENTITY,
     **options: Any,
 ) -> Any:
     """Select and run in one call, as ``lowbit.functional`` does.
 
-    The reference runs where its trace is wanted: under torch.compile, for tensors that are traced or otherwise not
+    The reference runs where its trace is wanted: under torch.compile or another tracer, for tensors that are not
     plain, and in grad mode, where the result must itself be differentiable (a second derivative).
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(like) not in (Tensor, torch.nn.Parameter):
+    if is_traced(like) or torch.is_grad_enabled():
         records = {"grid": grid, "per": per, "ste": ste}
-        return getattr(reference, op)(*args, **{name: records[name] for name in _OPS[op].records}, **options)
-    return Plan.select(op, like, grid=grid, per=per, ste=ste).run(*args, **options)
+        return getattr(reference, op)(*args, **{name: records[name] for name in OPS[op].records}, **options)
+    plan = _select(op, like.shape, like.stride(), like.dtype, like.device, grid, per, ste, _preferred)
+    return plan.run(*args, **options)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether someone watches the ops themselves: a compiler, a function transform, a dispatch mode, a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) not in (Tensor, torch.nn.Parameter)
+        # torch has no public names for these
+        or torch._C._are_functorch_transforms_active()  # noqa: SLF001
+        or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
+        or torch._C._get_tracing_state() is not None  # noqa: SLF001
+    )

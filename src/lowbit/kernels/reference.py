@@ -7,6 +7,9 @@ dtype of the arithmetic. Temporaries are reused in place where vmap allows it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +17,64 @@ from torch import Tensor
 from lowbit.division import divide
 from lowbit.granularity import Granularity
 from lowbit.grid import Grid
+from lowbit.kernels.ops import OPS
 from lowbit.kernels.precision import math_dtype
+from lowbit.kernels.signature import Signature
+from lowbit.scale import affine_params, symmetric_scale
 from lowbit.ste import SteKind
+
+ACCUMULATOR = None
 
 # torch splits a long sum, and the columns of a strided one, by the number of threads; contiguous rows of this length
 # are each summed by one thread, always in the same order.
 _SUM_ROW = 4096
+
+
+# How many tensors of the math dtype, each as large as the input, an op holds at its peak.
+_TEMPORARIES = {
+    "round": 0,
+    "ceil": 0,
+    "floor": 0,
+    "clamp": 2,
+    "clamp_backward": 2,
+    "step_quantize": 2,
+    "k_bit_quantize": 2,
+    "fake_quantize": 2,
+    "fake_quantize_backward": 5,
+    "fake_quantize_per_batch": 3,
+    "learned_fake_quantize": 2,
+    "learned_fake_quantize_backward": 8,
+    "quantize": 2,
+    "quantize_backward": 4,
+    "dequantize": 2,
+    "dequantize_backward": 1,
+    "abs_max": 3,
+    "min_max": 3,
+    "mean_abs": 5,
+    "mean_std": 10,
+}
+
+
+def absence() -> str:
+    """Torch is all it needs."""
+    return ""
+
+
+def refusal(signature: Signature) -> str:
+    """It serves every signature."""
+    return ""
+
+
+def kernel(signature: Signature) -> Callable[..., Any]:
+    """The op's function, with the signature's records in place."""
+    return partial(globals()[signature.op], **{name: getattr(signature, name) for name in OPS[signature.op].records})
+
+
+def workspace_size(signature: Signature) -> int:
+    """Bytes of temporary memory at the op's peak."""
+    groups = math.prod(signature.scale_shape) if "per" in OPS[signature.op].records else 0
+    elements = _TEMPORARIES[signature.op] * math.prod(signature.shape) + 8 * groups
+    return elements * signature.math_dtype.itemsize
 
 
 def round(x: Tensor) -> Tensor:
@@ -91,6 +146,16 @@ def fake_quantize_backward(
     split, s, z = _spread(x, scale, zero_point, per)
     dx = _RULES[ste](per.split(grad_output), split, s, z, grid)
     return per.join(_cast(dx, x.dtype), x.shape)
+
+
+def fake_quantize_per_batch(
+    x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y, s, z = fake_quantize with the scale and zero point (None if symmetric) of x's own range"""
+    scale, zero_point = (
+        (symmetric_scale(abs_max(x, per=per), grid), None) if symmetric else affine_params(*min_max(x, per=per), grid)
+    )
+    return fake_quantize(x, scale, zero_point, grid=grid, per=per), scale, zero_point
 
 
 # The forward of a learned scale is the same formula; only its backward differs.
@@ -195,7 +260,8 @@ def min_max(x: Tensor, *, per: Granularity) -> tuple[Tensor, Tensor]:
     finite = split.isfinite()
     lo = per.reduce(torch.amin, torch.where(finite, split, math.inf))
     hi = per.reduce(torch.amax, torch.where(finite, split, -math.inf))
-    lo, hi = (torch.where(end.isfinite(), end, 0).to(math_dtype(x.dtype)) for end in (lo, hi))
+    # Adding 0 makes -0 and 0 one: which of them a minimum finds is chance.
+    lo, hi = (torch.where(end.isfinite(), end, 0).to(math_dtype(x.dtype)) + 0.0 for end in (lo, hi))
     return lo, hi
 
 
