@@ -6,6 +6,8 @@ import hypothesis
 import pytest
 import torch
 
+from backends import device_of
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("ci")
 
@@ -24,3 +26,9 @@ def fresh_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=False)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fast_device(backend: str) -> torch.device:
+    """The device that the test's fast backend runs on."""
+    return device_of(backend)

@@ -37,19 +37,19 @@ class Verdict(NamedTuple):
 #   ACCUMULATOR                 the dtype of sums; None: that of the arithmetic
 _BACKENDS = {"triton": "cuda", "native": "cpu", "reference": "any"}
 
-_preferred = "auto"
+_ALL = tuple(_BACKENDS)
+_candidates = _ALL
 
 
 @contextmanager
 def prefer(backend: str) -> Iterator[None]:
-    """Run every op on one backend, by name, for as long as the context lasts: to find out which one is at fault."""
-    global _preferred
-    _check_backend(backend)
-    before, _preferred = _preferred, backend
+    """Run every op on one backend while the context lasts, what it refuses on the reference: to compare backends."""
+    global _candidates
+    before, _candidates = _candidates, (_check_backend(backend), "reference")
     try:
         yield
     finally:
-        _preferred = before
+        _candidates = before
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class Plan:
         for name, value, kind in (("grid", grid, Grid), ("per", per, Granularity), ("ste", ste, SteKind)):
             if not isinstance(value, kind):
                 raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a {kind.__name__}")
-        return _select(str(op), like.shape, like.stride(), like.dtype, like.device, grid, per, ste, str(prefer))
+        candidates = _ALL if prefer == "auto" else (_check_backend(prefer),)
+        return _select(str(op), like.shape, like.stride(), like.dtype, like.device, grid, per, ste, candidates)
 
     @property
     def op(self) -> str:
@@ -158,7 +159,7 @@ def _select(
     grid: Grid,
     per: Granularity,
     ste: SteKind,
-    prefer: str,
+    candidates: tuple[str, ...],
 ) -> Plan:
     spec = OPS.get(op)
     if spec is None:
@@ -168,7 +169,7 @@ def _select(
         _ = signature.scale_shape  # raises where the granularity does not fit
         if "x" in spec.tensors and not dtype.is_floating_point:
             raise TypeError(f"like is {dtype}, but {op} takes a float tensor")
-    name = _choose(signature, prefer)
+    name = _choose(signature, candidates)
     backend = _backend(name)
     wide = signature.math_dtype
     stable = not spec.sums and not (op == "fake_quantize_backward" and ste is SteKind.TANH)
@@ -184,21 +185,18 @@ def _select(
     )
 
 
-def _choose(signature: Signature, prefer: str) -> str:
-    """The name of the fastest backend that can serve the signature, or of the one asked for."""
-    _check_backend(prefer)
-    if prefer != "auto":
-        if reason := _absence(prefer) or _backend(prefer).refusal(signature):
-            raise ValueError(f"backend {prefer!r} cannot run {signature.op}: {reason}")
-        return prefer
-    for name, device in _BACKENDS.items():
-        if device not in (signature.device.type, "any"):
+def _choose(signature: Signature, candidates: tuple[str, ...]) -> str:
+    """The first of the candidates, fastest first, that can serve the signature."""
+    reason = ""
+    for name in candidates:
+        if len(candidates) > 2 and _BACKENDS[name] not in (signature.device.type, "any"):
             continue
-        if absence := _absence(name):
-            _warn_once(f"lowbit runs its reference kernels, which are slower: {absence}")
-        elif not _backend(name).refusal(signature):
+        reason = _absence(name) or _backend(name).refusal(signature)
+        if not reason:
             return name
-    raise AssertionError("the reference serves every signature")
+        if _absence(name) and len(candidates) > 1:
+            _warn_once(f"lowbit runs its reference kernels, which are slower: {reason}")
+    raise ValueError(f"backend {candidates[0]!r} cannot run {signature.op}: {reason}")
 
 
 def _backend(name: str) -> ModuleType:
@@ -217,9 +215,10 @@ def _absence(name: str) -> str:
         return f"{error}; install it: pip install triton"
 
 
-def _check_backend(prefer: str) -> None:
-    if prefer not in ("auto", *_BACKENDS):
-        raise ValueError(f"prefer is {prefer!r}, but it must be one of auto, {', '.join(_BACKENDS)}")
+def _check_backend(name: str) -> str:
+    if name not in _BACKENDS:
+        raise ValueError(f"prefer is {name!r}, but it must be one of auto, {', '.join(_BACKENDS)}")
+    return name
 
 
 @lru_cache
@@ -244,7 +243,7 @@ def run(
     if is_traced(like) or torch.is_grad_enabled():
         records = {"grid": grid, "per": per, "ste": ste}
         return getattr(reference, op)(*args, **{name: records[name] for name in OPS[op].records}, **options)
-    plan = _select(op, like.shape, like.stride(), like.dtype, like.device, grid, per, ste, _preferred)
+    plan = _select(op, like.shape, like.stride(), like.dtype, like.device, grid, per, ste, _candidates)
     return plan.run(*args, **options)
 
 

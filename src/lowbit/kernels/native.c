@@ -1,0 +1,327 @@
+/* Fused CPU loops: the law in one pass over memory.
+
+   Plain C without torch or Python headers, called through ctypes by native.py. Built without fast-math and without
+   contraction: a division is a division, and a product and a sum are two roundings. One source for every instruction
+   set: native_loops.h is compiled for AVX-512, AVX2 and the baseline (NEON is the baseline of 64-bit ARM), and the
+   level is chosen at run time. */
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#define SHARED static __attribute__((noinline))
+#define ALIGNED __attribute__((aligned(64)))
+#define PUBLIC __attribute__((visibility("default")))
+#else
+#define INLINE static inline
+#define SHARED static
+#define ALIGNED
+#define PUBLIC
+#endif
+
+enum { BLOCK = 1024, CHUNK = 1 << 16, LANES = 16, GRAIN = 1 << 14 };
+
+enum { F16, BF16, F32, F64, I8, U8, I16, I32, I64 };
+
+/* The elementwise ops, by the names of native.py; each is a formula of native_loops.h. A gradient rule joins here. */
+#define MAPS(X)         \
+    X(fake_quantize)    \
+    X(clipped_identity) \
+    X(in_range)         \
+    X(tanh)             \
+    X(hard_tanh)        \
+    X(quantize)         \
+    X(quantize_integer) \
+    X(quantize_backward) \
+    X(dequantize)       \
+    X(dequantize_backward)
+
+#define MAP_OF(f) MAP_##f,
+enum { MAPS(MAP_OF) MAP_identity };
+#undef MAP_OF
+
+enum { FOLD_add, FOLD_min, FOLD_max };
+enum { REDUCE_abs_max, REDUCE_min_max, REDUCE_mean_abs, REDUCE_learned };
+
+/* c = (i / period) * channels + (i / inner) % channels: the scale group of element i */
+typedef struct {
+    int64_t elements, period, channels, inner;
+} Layout;
+
+/* Memory as [periods][rows][channels][inner], a group being one (period, channel). Cut into units by shape alone, so
+   that the number of threads changes no sum:
+   - long runs (chunks > 0): a unit is CHUNK elements of one run;
+   - short runs: a unit is one of ``shares`` of the rows, over ``piece`` columns.
+   Partial results lie as [periods][shares][channels][chunks or 1], with shares = rows for long runs. */
+typedef struct {
+    int64_t periods, rows, channels, inner;
+    int64_t chunks, shares, pieces, piece, units;
+    int32_t fold[2], two;
+    double *partial[2];
+} Reduce;
+
+typedef struct {
+    Layout layout;
+    Reduce reduce;
+    double quant_min, quant_max;
+    int32_t map, reduction, pact, wide; /* wide: the arithmetic is in double */
+    int32_t y_type, g_type, x_type, threads;
+    void *y;
+    const void *g, *x, *scale, *zero_point; /* g: NULL for a forward; the last two in the type of the arithmetic */
+    void *first;                            /* the scale of a group's own range, in the type of the arithmetic */
+    int32_t *own_zero_point;
+} Call;
+
+static const double START[] = {0, INFINITY, -INFINITY};
+
+static double merge(int fold, double a, double b) {
+    switch (fold) {
+    case FOLD_min: return b < a ? b : a;
+    case FOLD_max: return b > a ? b : a;
+    default: return a + b;
+    }
+}
+
+/* ---- bits ---- */
+
+INLINE float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t as_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* 2^k, a normal number */
+INLINE float power_f32(int k) { return as_float((uint32_t)(k + 127) << 23); }
+
+INLINE double power_f64(int k) {
+    uint64_t bits = (uint64_t)(k + 1023) << 52;
+    double value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE float from_bfloat(uint16_t b) { return as_float((uint32_t)b << 16); }
+
+/* Half to even: the carry of the lower half. */
+INLINE uint16_t to_bfloat(float value) {
+    uint32_t bits = as_bits(value), rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+/* The exponent moves from a bias of 15 to one of 127 by a product, which subnormals survive. */
+INLINE float from_half(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, bits = as_bits(as_float((h & 0x7fffu) << 13) * 0x1p112f);
+    bits = bits >= 0x47800000u ? bits | 0x7f800000u : bits; /* 65536 and above: infinity and NaN */
+    return as_float(bits | sign);
+}
+
+INLINE uint16_t to_half(float value) {
+    uint32_t bits = as_bits(value), sign = (bits >> 16) & 0x8000u, size = bits & 0x7fffffffu;
+    uint32_t normal = (size - 0x38000000u + 0xfffu + ((size >> 13) & 1)) >> 13;
+    uint32_t subnormal = as_bits(as_float(size) + 0.5f) - 0x3f000000u; /* the sum rounds at half's last place */
+    uint32_t special = size > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    uint32_t half = size >= 0x47800000u ? special : size < 0x38800000u ? subnormal : normal;
+    return (uint16_t)(half | sign);
+}
+
+/* ---- one copy of the loops for each level and type ---- */
+
+#define JOIN2(a, b) a##_##b
+#define JOIN(a, b) JOIN2(a, b)
+
+/* Without an instruction that rounds: the sum with 3 * 2^(bits - 2) drops the fraction, half to even. */
+#define RINT_F32(v) (__builtin_fabsf(v) < 0x1p22f ? ((v) + 0x1.8p23f) - 0x1.8p23f : (v))
+#define RINT_F64(v) (__builtin_fabs(v) < 0x1p51 ? ((v) + 0x1.8p52) - 0x1.8p52 : (v))
+
+#define LEVEL baseline
+#if defined(__aarch64__)
+#define ROUNDS
+#endif
+#include "native_level.h"
+#undef LEVEL
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define X86
+#undef ROUNDS
+#define ROUNDS
+#define LEVEL avx2
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#include "native_level.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#undef LEVEL
+
+#define LEVEL avx512
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#endif
+#include "native_level.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#undef LEVEL
+#endif
+
+/* ---- levels ---- */
+
+typedef struct {
+    const char *name;
+    void (*map_range[2])(const Call *, int64_t, int64_t);
+    void (*reduce_unit[2])(const Call *, int64_t);
+    void (*per_batch_unit[2])(const Call *, int64_t);
+} Level;
+
+#define LEVEL_OF(level)                                                \
+    {                                                                  \
+        #level, {map_range_f32_##level, map_range_f64_##level},        \
+            {reduce_unit_f32_##level, reduce_unit_f64_##level}, {      \
+            per_batch_unit_f32_##level, per_batch_unit_f64_##level     \
+        }                                                              \
+    }
+
+/* Slowest first. */
+static const Level LEVELS[] = {
+    LEVEL_OF(baseline),
+#ifdef X86
+    LEVEL_OF(avx2),
+    LEVEL_OF(avx512),
+#endif
+};
+
+static int level;
+
+/* How many levels this processor runs. */
+PUBLIC int lowbit_levels(void) {
+#ifdef X86
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 1;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+               ? 3
+               : 2;
+#else
+    return 1;
+#endif
+}
+
+PUBLIC const char *lowbit_level_name(int index) { return LEVELS[index].name; }
+
+PUBLIC void lowbit_set_level(int index) { level = index; }
+
+PUBLIC const char *lowbit_map_name(int index) {
+#define NAME_OF(f) #f,
+    static const char *const names[] = {MAPS(NAME_OF) "identity"};
+#undef NAME_OF
+    return index < (int)(sizeof names / sizeof *names) ? names[index] : 0;
+}
+
+/* What native.py must agree on. */
+PUBLIC int64_t lowbit_call_size(void) { return (int64_t)sizeof(Call); }
+
+PUBLIC int64_t lowbit_block(void) { return BLOCK; }
+
+PUBLIC int64_t lowbit_chunk(void) { return CHUNK; }
+
+/* ---- the calls of native.py: ``made`` once for a plan, the rest for each call ---- */
+
+static Call fill(const Call *made, void *y, const void *g, const void *x, const void *scale, const void *zero_point,
+                 int threads) {
+    Call c = *made;
+    c.y = y, c.g = g, c.x = x, c.scale = scale, c.zero_point = zero_point;
+    c.threads = c.layout.elements <= GRAIN ? 1 : threads;
+    return c;
+}
+
+PUBLIC void lowbit_map(const Call *made, void *y, const void *g, const void *x, const void *scale,
+                       const void *zero_point, int threads) {
+    Call c = fill(made, y, g, x, scale, zero_point, threads);
+    int64_t n = c.layout.elements, blocks = (n + BLOCK - 1) / BLOCK;
+    void (*map_range)(const Call *, int64_t, int64_t) = LEVELS[level].map_range[c.wide];
+    if (c.threads == 1) {
+        map_range(&c, 0, n);
+        return;
+    }
+#pragma omp parallel for num_threads(c.threads) schedule(static)
+    for (int t = 0; t < c.threads; t++) {
+        int64_t from = blocks * t / c.threads * BLOCK, to = blocks * (t + 1) / c.threads * BLOCK;
+        map_range(&c, from, to < n ? to : n);
+    }
+}
+
+static void for_each_unit(const Call *c, void (*unit)(const Call *, int64_t)) {
+    int64_t units = c->reduce.units;
+    if (c->threads == 1 || units == 1) {
+        for (int64_t u = 0; u < units; u++) unit(c, u);
+        return;
+    }
+#pragma omp parallel for num_threads(c->threads) schedule(static)
+    for (int64_t u = 0; u < units; u++) unit(c, u);
+}
+
+/* The partial results of a group, in order, to its result. */
+static double finish(const Reduce *r, int which, int64_t group) {
+    int64_t period = group / r->channels, channel = group % r->channels, chunks = r->chunks ? r->chunks : 1;
+    double total = START[r->fold[which]];
+    for (int64_t share = 0; share < r->shares; share++) {
+        const double *partial =
+            r->partial[which] + ((period * r->shares + share) * r->channels + channel) * chunks;
+        for (int64_t chunk = 0; chunk < chunks; chunk++) total = merge(r->fold[which], total, partial[chunk]);
+    }
+    return total;
+}
+
+static void put(void *to, int wide, int64_t at, double value) {
+    if (wide)
+        ((double *)to)[at] = value;
+    else
+        ((float *)to)[at] = (float)value;
+}
+
+/* ``partial``: room for the partial results, those of the second fold after those of the first */
+PUBLIC void lowbit_reduce(const Call *made, void *y, const void *g, const void *x, const void *scale,
+                          const void *zero_point, void *first, void *second, double *partial, int threads) {
+    Call c = fill(made, y, g, x, scale, zero_point, threads);
+    Reduce *r = &c.reduce;
+    int64_t groups = r->periods * r->channels;
+    r->partial[0] = partial, r->partial[1] = partial + groups * r->shares * (r->chunks ? r->chunks : 1);
+    for_each_unit(&c, LEVELS[level].reduce_unit[c.wide]);
+#pragma omp parallel for num_threads(c.threads) schedule(static) if (groups > GRAIN)
+    for (int64_t group = 0; group < groups; group++) {
+        double a = finish(r, 0, group), b = r->two ? finish(r, 1, group) : 0;
+        if (c.reduction == REDUCE_mean_abs) a /= b > 1 ? b : 1;
+        if (c.reduction == REDUCE_min_max) {
+            a = isfinite(a) ? a + 0.0 : 0; /* -0 and 0 are one */
+            b = isfinite(b) ? b + 0.0 : 0;
+        }
+        put(first, c.wide, group, a);
+        if (second) put(second, c.wide, group, b);
+    }
+}
+
+PUBLIC void lowbit_per_batch(const Call *made, void *y, const void *x, void *scale, int32_t *zero_point, int threads) {
+    Call c = fill(made, y, 0, x, 0, 0, threads);
+    c.first = scale, c.own_zero_point = zero_point;
+    for_each_unit(&c, LEVELS[level].per_batch_unit[c.wide]);
+}

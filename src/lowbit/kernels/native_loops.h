@@ -1,0 +1,432 @@
+/* The loops, compiled once for each instruction set and each type of the arithmetic.
+
+   native.c defines before each inclusion:
+     M          the type of the arithmetic, float or double
+     M_TYPE     its name among the types of memory, F32 or F64
+     NAME(f)    f with a suffix of its own
+     RINT(v)    v rounded half to even
+
+   Memory holds any type. A block of it is converted to M, computed and converted back, inside the first-level cache;
+   where memory holds M already, the loops run on it directly. So each formula is written once. */
+
+/* ---- the formulas: g upstream, s and z of the element's scale group, quant_min and quant_max ---- */
+
+#define ELEMENT M g, M x, M s, M z, M quant_min, M quant_max
+
+INLINE M NAME(code)(M x, M s, M z) { return RINT(x / s) + z; }
+
+INLINE M NAME(clamp)(M v, M low, M high) {
+    v = v < low ? low : v;
+    return v > high ? high : v; /* NaN stays */
+}
+
+/* y = (clamp(round(x / s) + z) - z) * s */
+INLINE M NAME(fake_quantize)(ELEMENT) {
+    (void)g;
+    return (NAME(clamp)(NAME(code)(x, s, z), quant_min, quant_max) - z) * s;
+}
+
+/* dx = g where lo <= x <= hi, else 0 */
+INLINE M NAME(clipped_identity)(ELEMENT) {
+    return (x >= (quant_min - z) * s) & (x <= (quant_max - z) * s) ? g : 0;
+}
+
+/* dx = g where quant_min <= round(x / s) + z <= quant_max, else 0 */
+INLINE M NAME(in_range)(ELEMENT) {
+    M q = NAME(code)(x, s, z);
+    return (q >= quant_min) & (q <= quant_max) ? g : 0;
+}
+
+INLINE M NAME(power)(int k) { return sizeof(M) == 4 ? (M)power_f32(k) : (M)power_f64(k); }
+
+/* e^v for -LIMIT <= v <= 0: 2^n * e^r with |r| <= log(2) / 2, to about one ulp, down to the subnormals */
+INLINE M NAME(exp)(M v) {
+    M n = RINT(v * (M)1.4426950408889634);
+    /* n * the first part of log(2) is exact: it has few bits. */
+    M r = sizeof(M) == 4 ? (v - n * (M)0.693359375) - n * (M)-2.12194440e-4
+                         : (v - n * (M)6.93145751953125e-1) - n * (M)1.42860682030941723212e-6;
+    M p = 0;
+    for (int k = sizeof(M) == 4 ? 7 : 13; k >= 2; k--) p = (p + 1) * (r * (M)(1.0 / k));
+    p = 1 + (r + r * p);
+    int half = (int)(n / 2), rest = (int)n - half; /* two factors: 2^n itself may be subnormal */
+    return p * NAME(power)(half) * NAME(power)(rest);
+}
+
+/* dx = g * (1 - tanh(x / s)^2) = g * 4 e / (1 + e)^2, e = exp(-2 abs(x / s)); 0 where x is not finite */
+INLINE M NAME(tanh)(ELEMENT) {
+    (void)z, (void)quant_min, (void)quant_max;
+    M v = FABS(x / s), limit = sizeof(M) == 4 ? 52 : 373;
+    v = v < limit ? v : limit; /* NaN too */
+    M e = NAME(exp)(-2 * v), t = 1 + e;
+    return FABS(x) <= M_MAX ? g * (4 * e / (t * t)) : 0;
+}
+
+/* dx = g * (1 - abs(x) / bound) where abs(x) < bound, else 0; bound = hi for x >= 0 and -lo for x < 0 */
+INLINE M NAME(hard_tanh)(ELEMENT) {
+    M bound = x >= 0 ? (quant_max - z) * s : -((quant_min - z) * s);
+    M slope = 1 - FABS(x) / bound;
+    return FABS(x) < bound ? g * slope : 0;
+}
+
+/* q = clamp(round(x / s) + z) */
+INLINE M NAME(quantize)(ELEMENT) {
+    (void)g;
+    return NAME(clamp)(NAME(code)(x, s, z), quant_min, quant_max);
+}
+
+/* the same, with NaN as z */
+INLINE M NAME(quantize_integer)(ELEMENT) {
+    (void)g;
+    M v = RINT(x / s);
+    return NAME(clamp)((v == v ? v : 0) + z, quant_min, quant_max);
+}
+
+/* dx = g / s where quant_min <= round(x / s) + z <= quant_max, else 0 */
+INLINE M NAME(quantize_backward)(ELEMENT) { return NAME(in_range)(g / s, x, s, z, quant_min, quant_max); }
+
+/* y = (q - z) * s */
+INLINE M NAME(dequantize)(ELEMENT) {
+    (void)g, (void)quant_min, (void)quant_max;
+    return (x - z) * s;
+}
+
+/* dq = g * s */
+INLINE M NAME(dequantize_backward)(ELEMENT) {
+    (void)g, (void)z, (void)quant_min, (void)quant_max;
+    return x * s;
+}
+
+/* ---- memory to M and back ---- */
+
+SHARED void NAME(load)(M *restrict to, const void *from, int type, int64_t at, int64_t n) {
+    switch (type) {
+#define CASE(TYPE, T, VALUE)                              \
+    case TYPE: {                                          \
+        const T *restrict v = (const T *)from + at;       \
+        for (int64_t i = 0; i < n; i++) to[i] = (M)VALUE; \
+        break;                                            \
+    }
+        CASE(F16, uint16_t, from_half(v[i]))
+        CASE(BF16, uint16_t, from_bfloat(v[i]))
+        CASE(F32, float, v[i])
+        CASE(F64, double, v[i])
+        CASE(I8, int8_t, v[i])
+        CASE(U8, uint8_t, v[i])
+        CASE(I16, int16_t, v[i])
+        CASE(I32, int32_t, v[i])
+        CASE(I64, int64_t, v[i])
+#undef CASE
+    }
+}
+
+SHARED void NAME(store)(void *to, int type, int64_t at, const M *restrict from, int64_t n) {
+    switch (type) {
+#define CASE(TYPE, T, VALUE)                          \
+    case TYPE: {                                      \
+        T *restrict v = (T *)to + at;                 \
+        for (int64_t i = 0; i < n; i++) v[i] = VALUE; \
+        break;                                        \
+    }
+        CASE(F16, uint16_t, to_half((float)from[i]))
+        CASE(BF16, uint16_t, to_bfloat((float)from[i]))
+        CASE(F32, float, (float)from[i])
+        CASE(F64, double, (double)from[i])
+        CASE(I8, int8_t, (int8_t)(int32_t)from[i])
+        CASE(U8, uint8_t, (uint8_t)(int32_t)from[i])
+        CASE(I16, int16_t, (int16_t)(int32_t)from[i])
+        CASE(I32, int32_t, (int32_t)from[i])
+#undef CASE
+    }
+}
+
+/* n elements from ``at``, in M: where they lie, or converted into the buffer */
+SHARED const M *NAME(view)(M *buffer, const void *from, int type, int64_t at, int64_t n) {
+    if (type == M_TYPE) return (const M *)from + at;
+    NAME(load)(buffer, from, type, at, n);
+    return buffer;
+}
+
+/* ---- the scale group of every element of a block ---- */
+
+typedef struct {
+    M s[BLOCK], z[BLOCK];
+    int uniform; /* only the first of each is set, and serves the whole block */
+} NAME(Params);
+
+INLINE void NAME(set)(NAME(Params) *p, int64_t at, M s, M z, int64_t n) {
+    for (int64_t j = 0; j < n; j++) p->s[at + j] = s;
+    for (int64_t j = 0; j < n; j++) p->z[at + j] = z;
+}
+
+SHARED void NAME(spread)(NAME(Params) *p, const Call *c, int64_t i, int64_t n) {
+    const Layout *l = &c->layout;
+    const M *scale = c->scale, *zero_point = c->zero_point;
+    int64_t in_period = i % l->period, base = i / l->period * l->channels;
+    int64_t channel = in_period / l->inner % l->channels, left = l->inner - in_period % l->inner;
+    p->uniform = left >= n;
+    if (p->uniform) n = 1;
+    for (int64_t at = 0; at < n;) {
+        int64_t c0 = base + channel, count = left < n - at ? left : n - at;
+        if (l->inner == 1) { /* neighbours lie in neighbouring groups */
+            count = l->channels - channel < n - at ? l->channels - channel : n - at;
+            for (int64_t j = 0; j < count; j++) p->s[at + j] = scale[c0 + j];
+            for (int64_t j = 0; j < count; j++) p->z[at + j] = zero_point ? zero_point[c0 + j] : 0;
+            channel += count;
+        } else {
+            NAME(set)(p, at, scale[c0], zero_point ? zero_point[c0] : 0, count);
+            channel++;
+        }
+        at += count, in_period += count, left = l->inner;
+        if (channel == l->channels) channel = 0;
+        if (in_period == l->period) in_period = 0, base += l->channels;
+    }
+}
+
+/* ---- elementwise ---- */
+
+#define BLOCK_OF(f)                                                                                       \
+    SHARED void NAME(f##_block)(M *restrict y, const M *restrict g, const M *restrict x,                  \
+                                const NAME(Params) *p, int64_t n, M quant_min, M quant_max) {             \
+        M s = p->s[0], z = p->z[0];                                                                       \
+        if (p->uniform)                                                                                   \
+            for (int64_t i = 0; i < n; i++) y[i] = NAME(f)(g[i], x[i], s, z, quant_min, quant_max);       \
+        else                                                                                              \
+            for (int64_t i = 0; i < n; i++) y[i] = NAME(f)(g[i], x[i], p->s[i], p->z[i], quant_min, quant_max); \
+    }
+MAPS(BLOCK_OF)
+#undef BLOCK_OF
+
+/* y of one block whose scales are set; g and x in M */
+static void NAME(map_block)(const Call *c, M *buffer, const M *g, const M *x, const NAME(Params) *p, int64_t i,
+                            int64_t n) {
+    M *y = c->y_type == M_TYPE ? (M *)c->y + i : buffer, low = (M)c->quant_min, high = (M)c->quant_max;
+    switch (c->map) {
+#define CASE(f)                                      \
+    case MAP_##f:                                    \
+        NAME(f##_block)(y, g, x, p, n, low, high); \
+        break;
+        MAPS(CASE)
+#undef CASE
+    case MAP_identity: /* dx = g */
+        for (int64_t j = 0; j < n; j++) y[j] = g[j];
+        break;
+    }
+    if (y == buffer) NAME(store)(c->y, c->y_type, i, buffer, n);
+}
+
+static void NAME(map_range)(const Call *c, int64_t from, int64_t to) {
+    ALIGNED M yb[BLOCK], gb[BLOCK], xb[BLOCK];
+    NAME(Params) p;
+    for (int64_t i = from; i < to; i += BLOCK) {
+        int64_t n = to - i < BLOCK ? to - i : BLOCK;
+        const M *x = NAME(view)(xb, c->x, c->x_type, i, n);
+        const M *g = c->g ? NAME(view)(gb, c->g, c->g_type, i, n) : x;
+        NAME(spread)(&p, c, i, n);
+        NAME(map_block)(c, yb, g, x, &p, i, n);
+    }
+}
+
+/* ---- reductions: each lane in its own order, so that no instruction set changes the sum ---- */
+
+#define ADD(a, b) ((a) + (b))
+#define MIN(a, b) ((b) < (a) ? (b) : (a))
+#define MAX(a, b) ((b) > (a) ? (b) : (a))
+#define FOLD_OF(f, OP)                                                                       \
+    SHARED M NAME(f)(const M *restrict t, int64_t n, M start) {                              \
+        ALIGNED M lane[LANES];                                                               \
+        for (int j = 0; j < LANES; j++) lane[j] = start;                                     \
+        int64_t i = 0;                                                                       \
+        for (; i + LANES <= n; i += LANES)                                                   \
+            for (int j = 0; j < LANES; j++) lane[j] = OP(lane[j], t[i + j]);                 \
+        for (int j = 0; i + j < n; j++) lane[j] = OP(lane[j], t[i + j]);                     \
+        for (int w = LANES / 2; w; w /= 2)                                                   \
+            for (int j = 0; j < w; j++) lane[j] = OP(lane[j], lane[j + w]);                  \
+        return lane[0];                                                                      \
+    }                                                                                        \
+    SHARED void NAME(f##_rows)(M *restrict sum, const M *restrict t, int64_t n) {            \
+        for (int64_t i = 0; i < n; i++) sum[i] = OP(sum[i], t[i]);                           \
+    }
+FOLD_OF(add, ADD)
+FOLD_OF(min, MIN)
+FOLD_OF(max, MAX)
+#undef FOLD_OF
+
+SHARED M NAME(fold)(int fold, const M *t, int64_t n) {
+    switch (fold) {
+    case FOLD_min: return NAME(min)(t, n, (M)INFINITY);
+    case FOLD_max: return NAME(max)(t, n, (M)-INFINITY);
+    default: return NAME(add)(t, n, 0);
+    }
+}
+
+SHARED void NAME(fold_rows)(int fold, M *sum, const M *t, int64_t n) {
+    switch (fold) {
+    case FOLD_min: NAME(min_rows)(sum, t, n); break;
+    case FOLD_max: NAME(max_rows)(sum, t, n); break;
+    default: NAME(add_rows)(sum, t, n);
+    }
+}
+
+typedef struct {
+    ALIGNED M first[BLOCK], second[BLOCK];
+} NAME(Terms);
+
+/* ds = g * slope, dz = -g * s outside the range: the terms of the two sums */
+SHARED void NAME(learned_terms)(NAME(Terms) *t, const Call *c, const M *restrict g, const M *restrict x,
+                                const NAME(Params) *p, int64_t n) {
+    M quant_min = (M)c->quant_min, quant_max = (M)c->quant_max;
+#define TERMS(S, Z, BELOW, ABOVE, INSIDE)                                       \
+    for (int64_t i = 0; i < n; i++) {                                           \
+        M s = S, low = quant_min - Z, high = quant_max - Z, v = x[i] / s;       \
+        int below = x[i] BELOW low * s, above = x[i] ABOVE high * s;            \
+        M slope = above ? high : below ? low : (INSIDE);                        \
+        (void)v;                                                                \
+        M product = g[i] * slope;                                               \
+        t->first[i] = x[i] == x[i] ? product : 0;                               \
+        t->second[i] = above | below ? -g[i] * s : 0;                           \
+    }
+    if (c->pact && p->uniform) TERMS(p->s[0], p->z[0], <=, >=, (M)0)
+    else if (c->pact) TERMS(p->s[i], p->z[i], <=, >=, (M)0)
+    else if (p->uniform) TERMS(p->s[0], p->z[0], <, >, RINT(v) - v)
+    else TERMS(p->s[i], p->z[i], <, >, RINT(v) - v)
+#undef TERMS
+}
+
+/* the terms of a block's reduction, which are written elementwise; of a learned scale dx too */
+SHARED void NAME(terms)(NAME(Terms) *t, const Call *c, int64_t i, int64_t n) {
+    ALIGNED M yb[BLOCK], gb[BLOCK], xb[BLOCK];
+    const M *restrict x = NAME(view)(xb, c->x, c->x_type, i, n);
+    switch (c->reduction) {
+    case REDUCE_abs_max:
+        for (int64_t j = 0; j < n; j++) t->first[j] = FABS(x[j]) <= M_MAX ? FABS(x[j]) : 0;
+        break;
+    case REDUCE_min_max:
+        for (int64_t j = 0; j < n; j++) t->first[j] = FABS(x[j]) <= M_MAX ? x[j] : (M)INFINITY;
+        for (int64_t j = 0; j < n; j++) t->second[j] = FABS(x[j]) <= M_MAX ? x[j] : (M)-INFINITY;
+        break;
+    case REDUCE_mean_abs: /* the sum, and how many were finite */
+        for (int64_t j = 0; j < n; j++) t->first[j] = FABS(x[j]) <= M_MAX ? FABS(x[j]) : 0;
+        for (int64_t j = 0; j < n; j++) t->second[j] = FABS(x[j]) <= M_MAX ? 1 : 0;
+        break;
+    case REDUCE_learned: {
+        NAME(Params) p;
+        const M *g = NAME(view)(gb, c->g, c->g_type, i, n);
+        NAME(spread)(&p, c, i, n);
+        NAME(map_block)(c, yb, g, x, &p, i, n);
+        NAME(learned_terms)(t, c, g, x, &p, n);
+    }
+    }
+}
+
+/* One unit of a reduction to its partial results; see Call. */
+static void NAME(reduce_unit)(const Call *c, int64_t unit) {
+    const Reduce *r = &c->reduce;
+    NAME(Terms) t;
+    if (r->chunks) { /* one chunk of one run of ``inner`` elements */
+        int64_t run = unit / r->chunks, from = unit % r->chunks * CHUNK;
+        int64_t to = from + CHUNK < r->inner ? from + CHUNK : r->inner;
+        double first = START[r->fold[0]], second = START[r->fold[1]];
+        for (int64_t i = from; i < to; i += BLOCK) {
+            int64_t n = to - i < BLOCK ? to - i : BLOCK;
+            NAME(terms)(&t, c, run * r->inner + i, n);
+            first = merge(r->fold[0], first, (double)NAME(fold)(r->fold[0], t.first, n));
+            if (r->two) second = merge(r->fold[1], second, (double)NAME(fold)(r->fold[1], t.second, n));
+        }
+        r->partial[0][unit] = first;
+        if (r->two) r->partial[1][unit] = second;
+        return;
+    }
+    /* a share of the rows of one period, over a piece of its columns */
+    int64_t piece = unit % r->pieces, share = unit / r->pieces % r->shares, period = unit / r->pieces / r->shares;
+    int64_t width = r->channels * r->inner, column = piece * r->piece;
+    int64_t n = width - column < r->piece ? width - column : r->piece;
+    int64_t together = r->pieces == 1 ? BLOCK / width : 1; /* narrow rows are added up several at a time */
+    NAME(Terms) sum;
+    for (int64_t j = 0; j < n * together; j++) {
+        sum.first[j] = (M)START[r->fold[0]];
+        sum.second[j] = (M)START[r->fold[1]];
+    }
+    int64_t last = r->rows * (share + 1) / r->shares;
+    for (int64_t row = r->rows * share / r->shares; row < last; row += together) {
+        int64_t count = n * (last - row < together ? last - row : together);
+        NAME(terms)(&t, c, (period * r->rows + row) * width + column, count);
+        NAME(fold_rows)(r->fold[0], sum.first, t.first, count);
+        if (r->two) NAME(fold_rows)(r->fold[1], sum.second, t.second, count);
+    }
+    for (int64_t k = 1; k < together; k++) {
+        NAME(fold_rows)(r->fold[0], sum.first, sum.first + k * n, n);
+        if (r->two) NAME(fold_rows)(r->fold[1], sum.second, sum.second + k * n, n);
+    }
+    int64_t at = (period * r->shares + share) * r->channels + column / r->inner;
+    for (int64_t j = 0; j < n; j += r->inner, at++) {
+        r->partial[0][at] = (double)NAME(fold)(r->fold[0], sum.first + j, r->inner);
+        if (r->two) r->partial[1][at] = (double)NAME(fold)(r->fold[1], sum.second + j, r->inner);
+    }
+}
+
+/* ---- scale and zero point from a group's own range, and y, while the group is in cache ---- */
+
+SHARED void NAME(own_params)(const Call *c, double first, double second, M *scale, M *zero_point) {
+    M quant_min = (M)c->quant_min, quant_max = (M)c->quant_max, floor = (M)1e-12;
+    if (c->reduction == REDUCE_abs_max) {
+        M s = (M)first / quant_max;
+        *scale = s < floor ? floor : s, *zero_point = 0;
+        return;
+    }
+    M lo = (M)first, hi = (M)second, steps = quant_max - quant_min;
+    lo = FABS(lo) <= M_MAX && lo < 0 ? lo : 0; /* widened to hold 0 */
+    hi = FABS(hi) <= M_MAX && hi > 0 ? hi : 0;
+    M s = (hi - lo) / steps;
+    s = s <= M_MAX ? s : hi / steps - lo / steps; /* a range wider than the type's largest number */
+    s = s < floor ? floor : s;
+    *scale = s, *zero_point = NAME(clamp)(RINT(quant_min - lo / s), quant_min, quant_max);
+}
+
+static void NAME(per_batch_unit)(const Call *c, int64_t unit) {
+    ALIGNED M yb[BLOCK], xb[BLOCK];
+    NAME(Params) p;
+    NAME(Terms) t;
+    const Reduce *r = &c->reduce;
+    M *scale = (M *)c->first;
+    if (r->chunks) { /* one group, read twice: from memory, and from the cache */
+        double first = START[r->fold[0]], second = START[r->fold[1]];
+        int64_t from = unit * r->inner, to = from + r->inner;
+        for (int64_t i = from; i < to; i += BLOCK) {
+            int64_t n = to - i < BLOCK ? to - i : BLOCK;
+            NAME(terms)(&t, c, i, n);
+            first = merge(r->fold[0], first, (double)NAME(fold)(r->fold[0], t.first, n));
+            if (r->two) second = merge(r->fold[1], second, (double)NAME(fold)(r->fold[1], t.second, n));
+        }
+        p.uniform = 1;
+        NAME(own_params)(c, first, second, p.s, p.z);
+        scale[unit] = p.s[0];
+        if (c->own_zero_point) c->own_zero_point[unit] = (int32_t)p.z[0];
+        for (int64_t i = from; i < to; i += BLOCK) {
+            int64_t n = to - i < BLOCK ? to - i : BLOCK;
+            const M *x = NAME(view)(xb, c->x, c->x_type, i, n);
+            NAME(map_block)(c, yb, x, x, &p, i, n);
+        }
+        return;
+    }
+    /* a block of small groups */
+    int64_t from = unit * r->piece, n = c->layout.elements - from < r->piece ? c->layout.elements - from : r->piece;
+    NAME(terms)(&t, c, from, n);
+    p.uniform = 0;
+    for (int64_t j = 0; j < n; j += r->inner) {
+        double first = (double)NAME(fold)(r->fold[0], t.first + j, r->inner);
+        double second = r->two ? (double)NAME(fold)(r->fold[1], t.second + j, r->inner) : 0;
+        int64_t group = (from + j) / r->inner;
+        M s, z;
+        NAME(own_params)(c, first, second, &s, &z);
+        scale[group] = s;
+        if (c->own_zero_point) c->own_zero_point[group] = (int32_t)z;
+        NAME(set)(&p, j, s, z, r->inner);
+    }
+    const M *x = NAME(view)(xb, c->x, c->x_type, from, n);
+    NAME(map_block)(c, yb, x, x, &p, from, n);
+}
+
+#undef ELEMENT
+#undef ADD
+#undef MIN
+#undef MAX

@@ -1,0 +1,28 @@
+"""Which fast backends can run here, and on which device: native, and Triton on a GPU or in its interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowbit.kernels import plan
+
+FAST = [name for name in ("native", "triton") if not plan._absence(name)]
+
+
+def device_of(backend: str) -> torch.device:
+    return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
+
+
+def other_memory(x: Tensor) -> Iterator[Tensor]:
+    """The same values in other strides, and a tensor that repeats one row."""
+    yield x
+    yield x.contiguous(memory_format=torch.channels_last)
+    yield x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    yield torch.stack([x, x], -1)[..., 0]
+    yield x[:1].expand_as(x)
+    padded = x.new_zeros(x.numel() + 1)
+    padded[1:] = x.reshape(-1)
+    yield padded[1:].view(x.shape)

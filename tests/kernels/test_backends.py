@@ -1,0 +1,227 @@
+"""Every fast backend against the reference: the same bits, on every hard input, layout and dtype (law 12)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import inputs
+from backends import FAST, other_memory
+from compare import assert_same_bits
+from lowbit import Grid, PerBlock, PerChannel, PerGroup, PerTensor, PerToken, Plan, SteKind
+
+GRIDS = (Grid(8), Grid(2), Grid(4, narrow=True), Grid(1, signed=False), Grid(16, signed=False), Grid(16))
+
+# Shapes that cross the kernels' block and chunk sizes, with granularities that fit them.
+LARGE = {
+    "long run": ((3, 70001), (PerTensor(), PerChannel(0), PerToken())),
+    "wide rows": ((130, 2500), (PerChannel(1), PerGroup(20), PerGroup(500), PerBlock(13, 50))),
+    "narrow rows": ((5000, 3), (PerChannel(1), PerToken(), PerTensor())),
+    "short runs": ((40, 17, 3, 3), (PerChannel(0), PerChannel(1), PerToken(), PerGroup(1))),
+}
+
+
+def call(op: str, backend: str, x: Tensor, *args: object, **records: object) -> object:
+    options = {name: records.pop(name) for name in ("dtype", "method", "symmetric") if name in records}
+    return Plan.select(op, x, prefer=backend, **records).run(*args, **options)
+
+
+def assert_all_same_bits(op: str, backend: str, x: Tensor, *args: object, **records: object) -> None:
+    got = call(op, backend, x, *args, **records)
+    wanted = call(op, "reference", x, *args, **records)
+    if isinstance(wanted, Tensor):
+        got, wanted = (got,), (wanted,)
+    for actual, expected in zip(got, wanted, strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            assert_same_bits(actual, expected)
+
+
+def cases(dtype: torch.dtype, device: torch.device) -> list[tuple[str, Tensor, object]]:
+    found = [(name, x, per) for name, x in inputs.tensors(dtype, device).items() for per in inputs.PERS]
+    found += [
+        (name, x, PerChannel(1)) for name, x in inputs.tensors(dtype, device).items() if name == "channels_last"
+    ]
+    for name, (shape, pers) in LARGE.items():
+        x = inputs.random(shape, seed=3).to(dtype).to(device)
+        found += [(name, x, per) for per in pers]
+    return found
+
+
+def fits(x: Tensor, per: object) -> bool:
+    try:
+        per.scale_shape(x.shape)
+    except ValueError:
+        return False
+    return True
+
+
+def every_case(dtype: torch.dtype, device: torch.device) -> list[tuple[str, Tensor, object]]:
+    """All but the empty tensors, which a backend may leave to the reference."""
+    return [(name, x, per) for name, x, per in cases(dtype, device) if x.numel() and fits(x, per)]
+
+
+@pytest.mark.parametrize("dtype", inputs.FLOATS, ids=str)
+@pytest.mark.parametrize("backend", FAST)
+class TestSameBits:
+    def test_forward(self, backend: str, dtype: torch.dtype, fast_device: torch.device) -> None:
+        for index, (_, x, per) in enumerate(every_case(dtype, fast_device)):
+            grid = GRIDS[index % len(GRIDS)]
+            for affine in (False, True):
+                scale, zero_point = inputs.params(x, per, grid, affine=affine)
+                for op in ("fake_quantize", "learned_fake_quantize", "quantize"):
+                    assert_all_same_bits(op, backend, x, x, scale, zero_point, grid=grid, per=per)
+
+    def test_codes(self, backend: str, dtype: torch.dtype, fast_device: torch.device) -> None:
+        for _, x, per in every_case(dtype, fast_device)[::2]:
+            for grid, code in (
+                (Grid(8), torch.int8),
+                (Grid(8, signed=False), torch.uint8),
+                (Grid(16), torch.int16),
+                (Grid(16, signed=False), torch.int32),
+            ):
+                scale, zero_point = inputs.params(x, per, grid, affine=True)
+                assert_all_same_bits("quantize", backend, x, x, scale, zero_point, grid=grid, per=per, dtype=code)
+
+    def test_backward(self, backend: str, dtype: torch.dtype, fast_device: torch.device) -> None:
+        for index, (_, x, per) in enumerate(every_case(dtype, fast_device)):
+            grid = GRIDS[index % len(GRIDS)]
+            g = torch.randn_like(x)
+            scale, zero_point = inputs.params(x, per, grid, affine=bool(index % 2))
+            for ste in (SteKind.IDENTITY, SteKind.CLIPPED_IDENTITY, SteKind.IN_RANGE, SteKind.HARD_TANH):
+                assert_all_same_bits(
+                    "fake_quantize_backward", backend, x, g, x, scale, zero_point, grid=grid, per=per, ste=ste
+                )
+            for wide in (g, g.to(scale.dtype)):
+                assert_all_same_bits("quantize_backward", backend, x, wide, x, scale, zero_point, grid=grid, per=per)
+
+    def test_tanh(self, backend: str, dtype: torch.dtype, fast_device: torch.device) -> None:
+        """Within 4 ulp of the result's dtype; the arithmetic's own ulp bounds what a half result may differ by too."""
+        for _, x, per in every_case(dtype, fast_device)[::3]:
+            g = torch.ones_like(x)
+            scale, _ = inputs.params(x, per, Grid(4), affine=False)
+            records = {"grid": Grid(4), "per": per, "ste": SteKind.TANH}
+            got = call("fake_quantize_backward", backend, x, g, x, scale, **records)
+            wanted = call("fake_quantize_backward", "reference", x, g, x, scale, **records)
+            assert torch.equal(got.isfinite(), wanted.isfinite())
+            info = torch.finfo(dtype)
+            ulp = wanted.abs().double().clamp_min(info.smallest_normal) * info.eps
+            assert ((got.double() - wanted.double()).abs() <= 4 * ulp).all()
+
+    def test_statistics(self, backend: str, dtype: torch.dtype, fast_device: torch.device) -> None:
+        for _, x, per in every_case(dtype, fast_device):
+            assert_all_same_bits("abs_max", backend, x, x, per=per)
+            assert_all_same_bits("min_max", backend, x, x, per=per)
+
+    def test_per_batch(self, backend: str, dtype: torch.dtype, fast_device: torch.device) -> None:
+        for index, (_, x, per) in enumerate(every_case(dtype, fast_device)):
+            grid = GRIDS[index % len(GRIDS)]
+            for symmetric in (True, False):
+                assert_all_same_bits(
+                    "fake_quantize_per_batch", backend, x, x, grid=grid, per=per, symmetric=symmetric
+                )
+
+    def test_sums(self, backend: str, dtype: torch.dtype, fast_device: torch.device) -> None:
+        """dx to the bit; ds and dz within n eps of the terms' sizes, and the same from run to run."""
+        for index, (_, x, per) in enumerate(every_case(dtype, fast_device)):
+            grid, method = GRIDS[index % len(GRIDS)], ("lsq", "pact")[index % 2]
+            g = torch.randn_like(x)
+            scale, zero_point = inputs.params(x, per, grid, affine=bool(index // 2 % 2))
+            records = {"grid": grid, "per": per, "ste": SteKind.CLIPPED_IDENTITY, "method": method}
+            args = ("learned_fake_quantize_backward", backend, x, g, x, scale, zero_point)
+            got, again = call(*args, **records), call(*args, **records)
+            wanted = call("learned_fake_quantize_backward", "reference", *args[2:], **records)
+            for a, b in zip(got, again, strict=True):
+                assert_same_bits(a, b)
+            assert_same_bits(got[0], wanted[0])
+            n = max(per.group_size(x.shape), 1)
+            steps = grid.quant_max - grid.quant_min
+            size = n * g.abs().max().double().item() * steps if x.numel() else 1.0
+            for a, b, term in ((got[1], wanted[1], 1.0), (got[2], wanted[2], scale.max().item() if n else 1.0)):
+                assert a.dtype == b.dtype
+                assert a.shape == b.shape
+                assert ((a - b).abs() <= inputs.eps(dtype) * size * max(term, 1)).all()
+
+    def test_memory_of_the_gradient(self, backend: str, dtype: torch.dtype, fast_device: torch.device) -> None:
+        """A gradient that lies otherwise in memory, or is expanded, or not aligned, counts element by element."""
+        x = inputs.random((2, 4, 3, 8)).to(dtype).to(fast_device).contiguous(memory_format=torch.channels_last)
+        scale, _ = inputs.params(x, PerChannel(1), Grid(4), affine=False)
+        records = {"grid": Grid(4), "per": PerChannel(1), "ste": SteKind.HARD_TANH}
+        for g in other_memory(torch.randn(2, 4, 3, 8, dtype=dtype, device=fast_device)):
+            assert_all_same_bits("fake_quantize_backward", backend, x, g, x, scale, **records)
+
+    def test_views_that_are_not_aligned(self, backend: str, dtype: torch.dtype, fast_device: torch.device) -> None:
+        memory = inputs.random((4100,)).to(dtype).to(fast_device)
+        for start in range(1, 5):
+            x = memory[start : start + 4096].view(64, 64)
+            for per in (PerTensor(), PerChannel(0), PerChannel(1), PerGroup(32)):
+                scale, _ = inputs.params(x, per, Grid(8), affine=False)
+                assert_all_same_bits("fake_quantize", backend, x, x, scale, per=per)
+                assert_all_same_bits("abs_max", backend, x, x, per=per)
+
+    def test_scales_of_other_dtypes_and_strides(
+        self, backend: str, dtype: torch.dtype, fast_device: torch.device
+    ) -> None:
+        x = inputs.random((6, 8)).to(dtype).to(fast_device)
+        scale = torch.tensor(0.37, dtype=torch.float64, device=fast_device)
+        for one in (scale, scale.half(), scale.bfloat16(), scale.float()):
+            zero_point = torch.tensor(3, dtype=torch.int64, device=fast_device)
+            for z in (None, zero_point.expand(6), zero_point.expand(6).to(torch.uint8)):
+                assert_all_same_bits("fake_quantize", backend, x, x, one.expand(6), z, per=PerChannel(0))
+
+
+@pytest.mark.parametrize("result", inputs.FLOATS, ids=str)
+@pytest.mark.parametrize("backend", FAST)
+def test_dequantize(backend: str, result: torch.dtype, fast_device: torch.device) -> None:
+    integers = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+    for dtype in (*integers, *inputs.FLOATS):
+        for shape, per in (((6, 8), PerGroup(4)), ((70, 130), PerChannel(1)), ((70, 130), PerTensor())):
+            q = torch.randint(0, 100, shape, device=fast_device).to(dtype)
+            if dtype in (torch.int32, torch.int64):
+                q = q * 21474836  # not exact in float32
+            scale, zero_point = inputs.params(q, per, Grid(8), affine=True)
+            for z in (None, zero_point):
+                assert_all_same_bits("dequantize", backend, q, q, scale, z, per=per, dtype=result)
+            if dtype.is_floating_point:
+                g = torch.randn(shape, device=fast_device).to(result)
+                assert_all_same_bits("dequantize_backward", backend, g, g, scale, per=per, dtype=dtype)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_every_bit_pattern_of_a_half(backend: str, fast_device: torch.device) -> None:
+    patterns = torch.arange(-(2**15), 2**15, device=fast_device).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = patterns.view(dtype)
+        for scale in (0.01, 1.0, 3.7e-5, 1e-12, 1e30):
+            s = torch.tensor(scale, device=fast_device)
+            for grid in (Grid(2), Grid(16)):
+                assert_all_same_bits("fake_quantize", backend, x, x, s, grid=grid)
+                assert_all_same_bits("quantize", backend, x, x, s, grid=grid, dtype=torch.int16)
+                for ste in (SteKind.CLIPPED_IDENTITY, SteKind.IN_RANGE, SteKind.HARD_TANH):
+                    g = x.flip(0)
+                    assert_all_same_bits("fake_quantize_backward", backend, x, g, x, s, grid=grid, ste=ste)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_quotients_near_a_tie(backend: str, fast_device: torch.device) -> None:
+    """Products with the reciprocal, and divisions that are not rounded once, go wrong here."""
+    generator = torch.Generator().manual_seed(5)
+    scale = (torch.rand(512, generator=generator) * 3 + 1e-3).to(fast_device)
+    code = torch.randint(-128, 128, (512, 64), generator=generator).to(fast_device)
+    x = (code + 0.5) * scale[:, None]
+    for neighbour in (x, x.nextafter(x + 1), x.nextafter(x - 1)):
+        assert_all_same_bits("quantize", backend, neighbour, neighbour, scale, per=PerChannel(0), dtype=torch.int16, grid=Grid(16))
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-30, 1e20, 3e38])
+def test_scales_at_the_ends_of_the_range(backend: str, scale: float, fast_device: torch.device) -> None:
+    s = torch.tensor(scale, device=fast_device)
+    values = [k * scale for k in (0.0, 0.4, 0.5, 0.6, 1.5, 2.5, 100.5, 200.0)]
+    x = torch.tensor([sign * v for v in values for sign in (1, -1) if math.isfinite(v)], device=fast_device)
+    for ste in (SteKind.CLIPPED_IDENTITY, SteKind.IN_RANGE, SteKind.HARD_TANH):
+        assert_all_same_bits("fake_quantize_backward", backend, x, torch.ones_like(x), x, s, ste=ste)
+    assert_all_same_bits("fake_quantize", backend, x, x, s)
