@@ -16,6 +16,12 @@ def device_of(backend: str) -> torch.device:
     return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
 
 
+# Every pair of a device and a backend that can run here.
+RUNNABLE = [("cpu", "reference"), *((device_of(name).type, name) for name in FAST)]
+if torch.cuda.is_available():
+    RUNNABLE.append(("cuda", "reference"))
+
+
 def other_memory(x: Tensor) -> Iterator[Tensor]:
     """The same values in other strides, and a tensor that repeats one row."""
     yield x

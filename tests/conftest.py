@@ -1,22 +1,35 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
-from backends import device_of
+from backends import RUNNABLE, device_of
+from lowbit.kernels import native, plan
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("ci")
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--native", type=Path, help="run another build of native.c, such as one with sanitizers")
 
 
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--native"):
+        native.library = functools.cache(lambda: native.Library(path))
+
+
+@pytest.fixture(params=RUNNABLE, ids="-".join)
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The device, with every op on one backend: each that can run here in turn."""
+    name, backend = request.param
+    with plan.prefer(backend):
+        yield torch.device(name)
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ SOURCE = Path(lowbit.__file__).parent
 ROOMS = {
     r"\bctx\b|autograd\.Function": r"functional/",
     r"nn\.Parameter\(|register_buffer": r"scale_state\.py|observers\.py",
-    r"\.round\(|\.round_\(|torch\.round": r"kernels/|scale\.py",
-    r"\bimport triton|\btl\.": r"kernels/triton\.py",
+    r"\.round\(|\.round_\(|torch\.round": r"kernels/|scale\.py|bench/contenders\.py",
+    r"\n *import triton|from triton|\btl\.": r"kernels/triton\.py",
     r"\bimport onnx": r"export/",
-    r"\bprint\(|os\.environ|sys\.argv": r"cli\.py|app/",
+    r"\bprint\(|os\.environ|sys\.argv": r"cli\.py|app/|bench/__main__\.py",
     r"group_axes|split_shape": r"granularity\.py",
 }
 

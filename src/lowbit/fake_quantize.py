@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowbit.functional import fake_quantize, fake_quantize_backward, learned_fake_quantize
 from lowbit.functional.check import check_grad, check_per, check_ste
+from lowbit.functional.fake_quantize import fake_quantize_per_batch
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
 from lowbit.observers import Observer
@@ -130,8 +131,10 @@ class FakeQuantize(ScaleState):
         self.enabled, self.observing = (bool(flag) for flag in state.tolist())
 
     def _quantize(self, x: Tensor) -> Tensor:
-        scale, zero_point = self._params(x)
         mode, per, grid, ste = self.scale_mode, self.per, self.grid, self._effective_ste
+        if isinstance(mode, PerBatch) and mode.statistic == "abs_max":
+            return fake_quantize_per_batch(x, grid=grid, per=per, ste=ste, symmetric=self.symmetric)
+        scale, zero_point = self._params(x)
         if not isinstance(mode, Learned):
             return fake_quantize(x, scale, zero_point, grid=grid, per=per, ste=ste)
         return learned_fake_quantize(

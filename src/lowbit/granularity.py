@@ -154,7 +154,7 @@ class PerChannel(Granularity, kind="channel"):
             return None
         axis = self._axis(len(shape)) + len(shape)
         within = order[order.index(axis) + 1 :] if axis in order else []
-        return Layout(max(math.prod(shape), 1), shape[axis], math.prod(shape[i] for i in within))
+        return _layout(max(math.prod(shape), 1), shape[axis], math.prod(shape[i] for i in within))
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class PerToken(Granularity, kind="token"):
         if order is None or (rows := [axis for axis in order if axis != last]) != sorted(rows):
             return None
         faster = math.prod(shape[axis] for axis in order[order.index(last) + 1 :]) if last in order else 1
-        return Layout(max(shape[-1], 1) * faster, faster, 1)
+        return _layout(max(shape[-1], 1) * faster, faster, 1)
 
     @property
     def shape_follows_batch(self) -> bool:
@@ -246,11 +246,16 @@ class PerBlock(Granularity, kind="block"):
     def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
         across = self.scale_shape(shape)[-1]
         period = max(self.rows * shape[-1], 1)
-        return Layout(period, max(across, 1), self.columns) if _is_row_major(shape, stride) else None
+        return _layout(period, max(across, 1), self.columns) if _is_row_major(shape, stride) else None
 
     @property
     def splits(self) -> bool:
         return True
+
+
+def _layout(period: int, channels: int, inner: int) -> Layout:
+    """With one channel, a period is one run: as long a one as can be."""
+    return Layout(period, channels, period if channels == 1 else inner)
 
 
 def _check_rank(per: Granularity, shape: Sequence[int], rank: int) -> None:

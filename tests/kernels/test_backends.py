@@ -42,9 +42,7 @@ def assert_all_same_bits(op: str, backend: str, x: Tensor, *args: object, **reco
 
 def cases(dtype: torch.dtype, device: torch.device) -> list[tuple[str, Tensor, object]]:
     found = [(name, x, per) for name, x in inputs.tensors(dtype, device).items() for per in inputs.PERS]
-    found += [
-        (name, x, PerChannel(1)) for name, x in inputs.tensors(dtype, device).items() if name == "channels_last"
-    ]
+    found += [(name, x, PerChannel(1)) for name, x in inputs.tensors(dtype, device).items() if name == "channels_last"]
     for name, (shape, pers) in LARGE.items():
         x = inputs.random(shape, seed=3).to(dtype).to(device)
         found += [(name, x, per) for per in pers]
@@ -120,9 +118,7 @@ class TestSameBits:
         for index, (_, x, per) in enumerate(every_case(dtype, fast_device)):
             grid = GRIDS[index % len(GRIDS)]
             for symmetric in (True, False):
-                assert_all_same_bits(
-                    "fake_quantize_per_batch", backend, x, x, grid=grid, per=per, symmetric=symmetric
-                )
+                assert_all_same_bits("fake_quantize_per_batch", backend, x, x, grid=grid, per=per, symmetric=symmetric)
 
     def test_sums(self, backend: str, dtype: torch.dtype, fast_device: torch.device) -> None:
         """dx to the bit; ds and dz within n eps of the terms' sizes, and the same from run to run."""
@@ -213,7 +209,9 @@ def test_quotients_near_a_tie(backend: str, fast_device: torch.device) -> None:
     code = torch.randint(-128, 128, (512, 64), generator=generator).to(fast_device)
     x = (code + 0.5) * scale[:, None]
     for neighbour in (x, x.nextafter(x + 1), x.nextafter(x - 1)):
-        assert_all_same_bits("quantize", backend, neighbour, neighbour, scale, per=PerChannel(0), dtype=torch.int16, grid=Grid(16))
+        assert_all_same_bits(
+            "quantize", backend, neighbour, neighbour, scale, per=PerChannel(0), dtype=torch.int16, grid=Grid(16)
+        )
 
 
 @pytest.mark.parametrize("backend", FAST)

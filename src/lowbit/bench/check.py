@@ -12,8 +12,8 @@ from lowbit.bench.data import Data, in_steps
 from lowbit.bench.registry import Case, Op
 from lowbit.ste import SteKind
 
-# The share of elements for which a peer's gradient may be another: the clipped ones, under IDENTITY.
-_OTHER_RULE = 0.01
+# The share of elements for which a peer's gradient may be another: under IDENTITY, those that are clipped.
+_CLIPPED = 0.01
 
 
 class Outcome(NamedTuple):
@@ -38,8 +38,9 @@ def find_difference(case: Case, got: Outcome, reference: Outcome) -> str:
     if not torch.equal(got.y, reference.y) or got.y.dtype != reference.y.dtype:
         return f"y differs from the reference in {_share(got.y != reference.y)}"
     if got.dx is not None and reference.dx is not None:
-        ulps = 4 if case.ste is SteKind.TANH else 0
-        margin = ulps * torch.finfo(reference.dx.dtype).eps * reference.dx.abs()
+        info, ulps = torch.finfo(reference.dx.dtype), 4 if case.ste is SteKind.TANH else 0
+        # Where exp(-2 |x / s|) is subnormal it has few bits left, in any backend.
+        margin = ulps * info.eps * reference.dx.abs().clamp_min(100 * info.smallest_normal)
         if (wrong := ~((got.dx - reference.dx).abs() <= margin)).any():
             return f"dx differs from the reference in {_share(wrong)}"
     if got.dscale is not None and reference.dscale is not None:
@@ -49,20 +50,21 @@ def find_difference(case: Case, got: Outcome, reference: Outcome) -> str:
     return ""
 
 
-def find_error(case: Case, data: Data, got: Outcome, reference: Outcome) -> str:
+def find_error(case: Case, data: Data, got: Outcome, reference: Outcome, factor: float = 1.0) -> str:
     """Where a peer is not right by its own rule, in words; "" where it is
 
     - y lies within one step of the reference everywhere, and as far from x as the reference does on average (so that
       neither y = x nor a coarser grid passes)
-    - dx is the reference's but for the few elements that are clipped; the scale's gradient is within 2 %
+    - dx is the reference's but for the few elements that are clipped; the scale's gradient times ``factor`` is, too,
+      within 2 %
     """
     y = got.y.int_repr() if got.y.is_quantized else got.y
     if y.shape != reference.y.shape or y.dtype != reference.y.dtype:
         return f"y is {y.dtype} of shape {tuple(y.shape)}, not {reference.y.dtype} of {tuple(reference.y.shape)}"
     return (
         _find_y_error(case, data, y, reference.y)
-        or _find_dx_error(data, got.dx, reference.dx)
-        or _find_dscale_error(got.dscale, reference.dscale)
+        or _find_dx_error(case, data, got.dx, reference.dx)
+        or _find_dscale_error(got.dscale, reference.dscale, factor)
     )
 
 
@@ -82,17 +84,19 @@ def _find_y_error(case: Case, data: Data, y: Tensor, reference: Tensor) -> str:
     return ""
 
 
-def _find_dx_error(data: Data, dx: Tensor | None, reference: Tensor | None) -> str:
+def _find_dx_error(case: Case, data: Data, dx: Tensor | None, reference: Tensor | None) -> str:
     if dx is None or reference is None:
         return ""
-    wrong = ~((dx - reference).abs() <= 0.02 * data.grad_output.abs())
-    return f"dx is wrong in {_share(wrong)}" if wrong.float().mean() > _OTHER_RULE else ""
+    wrong = ~((dx - reference).abs() <= 0.02 * reference.abs() + 1e-5 * data.grad_output.abs())
+    # Peers that divide the largest value of a group by 127.5 clip it.
+    fair = max(_CLIPPED, 1 / case.per.group_size(case.shape) if case.op.follows_data else 0.0)
+    return f"dx is wrong in {_share(wrong)}" if wrong.float().mean() > fair else ""
 
 
-def _find_dscale_error(dscale: Tensor | None, reference: Tensor | None) -> str:
+def _find_dscale_error(dscale: Tensor | None, reference: Tensor | None, factor: float) -> str:
     if dscale is None or reference is None:
         return ""
-    wrong = ~((dscale.reshape_as(reference) - reference).abs() <= 0.02 * reference.abs().max())
+    wrong = ~((dscale.reshape_as(reference) * factor - reference).abs() <= 0.02 * reference.abs().max())
     return f"the scale's gradient is wrong in {_share(wrong)}" if wrong.any() else ""
 
 

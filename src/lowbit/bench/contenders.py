@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from lowbit.granularity import PerChannel, PerTensor
 from lowbit.scale import EMA, PerBatch
 from lowbit.ste import SteKind
 
-# LSQ's, as FakeQuantize has it by default.
 EMA_DECAY = EMA().decay
 Forward = Callable[[Tensor], Tensor]
 
@@ -27,15 +27,16 @@ class UnfitError(Exception):
 
 
 class Runnable(NamedTuple):
-    """y = forward(x), and the scale it learns, where it learns one."""
+    """y = forward(x); where it learns a scale, that scale, and the factor from its gradient to LSQ's."""
 
     forward: Forward
     learned: Tensor | None = None
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to compute a case. ``is_ours`` must agree with the reference to the bit; a ``yardstick`` computes another op.
+    """A way to compute a case; ours must agree with the reference to the bit, a yardstick computes another op.
 
     ``build`` raises UnfitError where it cannot; ``compiled`` runs its forward through ``torch.compile``.
     """
@@ -96,24 +97,23 @@ def torch_op(case: Case, data: Data) -> Runnable:
     # Tokens and groups are the channels of a matrix with one row each.
     size, scale, zero_point = case.per.group_size(case.shape), data.scale.flatten(), zero_point.flatten()
     return Runnable(
-        lambda x: torch.fake_quantize_per_channel_affine(
-            x.reshape(-1, size), scale, zero_point, 0, *limits
-        ).reshape_as(x)
+        lambda x: torch.fake_quantize_per_channel_affine(x.reshape(-1, size), scale, zero_point, 0, *limits).reshape_as(
+            x
+        )
     )
 
 
 def _torch_learnable(case: Case, data: Data) -> Runnable:
     learned = data.scale.detach().reshape(-1).clone().requires_grad_()
     zero_point = torch.zeros_like(learned)
-    factor = (case.per.group_size(case.shape) * GRID.quant_max) ** -0.5
-    limits = (GRID.quant_min, GRID.quant_max, factor)
+    limits = (GRID.quant_min, GRID.quant_max, lsq_factor(case))
     # torch has no public names for these
     if isinstance(case.per, PerTensor):
-        op = torch._fake_quantize_learnable_per_tensor_affine  # noqa: SLF001
-        return Runnable(lambda x: op(x, learned, zero_point, *limits), learned)
+        per_tensor = torch._fake_quantize_learnable_per_tensor_affine  # noqa: SLF001
+        return Runnable(lambda x: per_tensor(x, learned, zero_point, *limits), learned)
     assert isinstance(case.per, PerChannel)
-    op, axis = torch._fake_quantize_learnable_per_channel_affine, case.per.axis  # noqa: SLF001
-    return Runnable(lambda x: op(x, learned, zero_point, axis, *limits), learned)
+    per_channel, axis = torch._fake_quantize_learnable_per_channel_affine, case.per.axis  # noqa: SLF001
+    return Runnable(lambda x: per_channel(x, learned, zero_point, axis, *limits), learned)
 
 
 def _torch_moving_average(case: Case, data: Data) -> Runnable:
@@ -154,7 +154,7 @@ def _torch_codes(case: Case, data: Data) -> Runnable:
 def hand_made(case: Case, data: Data) -> Runnable:
     """y = u + (q * s - u).detach(), where u is a function whose derivative is the rule: for IDENTITY, x itself
 
-    In float32, as the law asks: in bf16 one code in three is wrong.
+    In float32, as the law asks: in bf16 one code in ten comes out as its neighbour.
     """
     if case.op is Op.LEARNED:
         return _hand_made_learned(case, data)
@@ -205,7 +205,7 @@ def _surrogate(x: Tensor, scale: Tensor, ste: SteKind) -> Tensor:
 def _hand_made_learned(case: Case, data: Data) -> Runnable:
     require_clipping_rule(case, "hand-made LSQ")
     per, learned = case.per, data.scale.detach().clone().requires_grad_()
-    factor = (per.group_size(case.shape) * GRID.quant_max) ** -0.5
+    factor = lsq_factor(case)
 
     def forward(x: Tensor) -> Tensor:
         wide = per.split(x).float()
@@ -231,6 +231,11 @@ def relu(case: Case, data: Data) -> Runnable:
     if case.op in (Op.QUANTIZE, Op.DEQUANTIZE):
         raise UnfitError("a ReLU's result has x's dtype")
     return Runnable(torch.relu)
+
+
+def lsq_factor(case: Case) -> float:
+    """1 / sqrt(n * quant_max)"""
+    return 1 / math.sqrt(case.per.group_size(case.shape) * GRID.quant_max)
 
 
 def require_clipping_rule(case: Case, who: str) -> None:

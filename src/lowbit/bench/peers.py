@@ -15,6 +15,7 @@ from lowbit.bench.contenders import (
     copy,
     hand_made,
     lowbit,
+    lsq_factor,
     relu,
     require_clipping_rule,
     torch_op,
@@ -33,12 +34,11 @@ def torchao(case: Case, data: Data) -> Runnable:
     if case.op is Op.EMA:
         raise UnfitError("torchao has no moving average")
     granularity = _torchao_granularity(case)
-    symmetric = not (isinstance(case.per, PerToken) and case.op is Op.PER_BATCH)  # it has no symmetric tokens
     quantizer = qat.IntxFakeQuantizer(
         qat.IntxFakeQuantizeConfig(
             torch.int8,
             **granularity,
-            is_symmetric=symmetric and not isinstance(case.per, PerToken),
+            is_symmetric=not isinstance(case.per, PerToken),  # it has no symmetric tokens
             is_dynamic=case.op is Op.PER_BATCH,
             range_learning=case.op is Op.LEARNED,
         )
@@ -49,7 +49,7 @@ def torchao(case: Case, data: Data) -> Runnable:
     scale = scale if isinstance(case.per, PerGroup) else scale.unsqueeze(-1)
     quantizer.zero_point = torch.zeros_like(scale, dtype=torch.int32)
     quantizer.scale = scale.requires_grad_(case.op is Op.LEARNED)
-    return Runnable(quantizer, scale if case.op is Op.LEARNED else None)
+    return Runnable(quantizer, scale if case.op is Op.LEARNED else None, lsq_factor(case))
 
 
 def _torchao_granularity(case: Case) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def brevitas(case: Case, data: Data) -> Runnable:
         y: Tensor = quantizer(per.spread(scale, split), zero_point, bits, split)
         return per.join(y, x.shape).to(x.dtype)
 
-    return Runnable(forward, learned)
+    return Runnable(forward, learned, lsq_factor(case))
 
 
 def _import(module: str) -> Any:

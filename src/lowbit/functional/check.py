@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,11 @@ from lowbit.record import check_number
 from lowbit.ste import SteKind
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The smallest positive (subnormal) and the largest finite number.
+_SCALE_LIMITS = {
+    dtype: ((info := torch.finfo(dtype)).smallest_normal * info.eps, info.max)
+    for dtype in (torch.float32, torch.float64)
+}
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
@@ -69,10 +76,8 @@ def check_scale(scale: Tensor | float, x: Tensor, per: Granularity, *, learned: 
     check_scale_values(scale, dtype)
     _check_shape("scale", scale, x, per, shape)
     _check_device("scale", scale, x)
-    if scale.requires_grad and torch.is_grad_enabled() and not learned:
-        raise ValueError(
-            "scale requires a gradient, but this op gives it none; use learned_fake_quantize or scale.detach()"
-        )
+    if not learned:
+        _check_no_gradient(scale)
     return scale
 
 
@@ -90,8 +95,7 @@ def check_scale_values(scale: Tensor, dtype: torch.dtype) -> None:
             f"scale is {scale.dtype}, but it must be a float tensor, best float32; convert it: scale.float()"
         )
     if scale.numel() and values_are_readable(scale):
-        low, high = scale.detach().aminmax()
-        _check_scale_range(low.item(), high.item(), dtype)
+        _check_scale_range(*_ends(scale), dtype)
 
 
 def check_zero_point(
@@ -129,19 +133,52 @@ def check_zero_point_values(zero_point: Tensor, grid: Grid | None) -> Tensor:
     if zero_point.dtype not in INTEGERS:
         zero_point = zero_point.to(torch.int64)  # torch has few ops for its wider unsigned integers
     if grid is not None and zero_point.numel() and values_are_readable(zero_point):
-        low, high = zero_point.aminmax()
-        _check_zero_point_range(int(low.item()), int(high.item()), (grid.quant_min, grid.quant_max))
+        low, high = _ends(zero_point)
+        _check_zero_point_range(int(low), int(high), (grid.quant_min, grid.quant_max))
     return zero_point
 
 
 def check_params(
     x: Tensor, scale: Tensor | float, zero_point: Tensor | int | None, grid: Grid, per: Granularity
 ) -> tuple[Tensor, Tensor | None]:
-    """x, scale, zero point, grid and granularity of one call, checked together."""
-    check_float("x", x)
-    check_grid(grid)
-    check_per(per)
-    return check_scale(scale, x, per), check_zero_point(zero_point, x, per, grid)
+    """x, scale, zero point, grid and granularity of one call, checked together.
+
+    What shapes, dtypes and devices decide is decided once: a call like one that passed has only its values checked.
+    """
+    key = None if torch.compiler.is_compiling() else _key(x, scale, zero_point, grid, per)
+    if key is None or key not in _passed:
+        check_float("x", x)
+        check_grid(grid)
+        check_per(per)
+        scale, zero_point = check_scale(scale, x, per), check_zero_point(zero_point, x, per, grid)
+        if key is not None:
+            _passed[key] = math_dtype(x.dtype)
+            if len(_passed) > _MOST_PASSED:
+                _passed.clear()
+        return scale, zero_point
+    assert isinstance(scale, Tensor)
+    check_scale_values(scale, _passed[key])
+    _check_no_gradient(scale)
+    if zero_point is not None:
+        assert isinstance(zero_point, Tensor)
+        zero_point = check_zero_point_values(zero_point, grid)
+    return scale, zero_point
+
+
+_passed: dict[tuple[Any, ...], torch.dtype] = {}
+_MOST_PASSED = 4096
+
+
+def _key(x: object, scale: object, zero_point: object, grid: object, per: object) -> tuple[Any, ...] | None:
+    """All of a call that its checks look at, besides the values; None where a plain number is among the tensors."""
+    if not (isinstance(x, Tensor) and isinstance(scale, Tensor) and isinstance(grid, Grid)):
+        return None
+    if not isinstance(per, Granularity):
+        return None
+    key = (x.shape, x.dtype, x.device, scale.shape, scale.dtype, scale.device, grid, per)
+    if zero_point is None:
+        return key
+    return (*key, zero_point.shape, zero_point.dtype, zero_point.device) if isinstance(zero_point, Tensor) else None
 
 
 def values_are_readable(tensor: Tensor) -> bool:
@@ -155,10 +192,25 @@ def values_are_readable(tensor: Tensor) -> bool:
     )
 
 
+def _check_no_gradient(scale: Tensor) -> None:
+    if scale.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "scale requires a gradient, but this op gives it none; use learned_fake_quantize or scale.detach()"
+        )
+
+
+def _ends(tensor: Tensor) -> tuple[float, float]:
+    """The smallest and the largest value."""
+    if tensor.dim() == 0:
+        return (value := tensor.item()), value
+    low, high = tensor.detach().aminmax()
+    return low.item(), high.item()
+
+
 def _check_scale_range(low: float, high: float, dtype: torch.dtype) -> None:
-    info = torch.finfo(dtype)
-    if not (low >= info.smallest_normal * info.eps and high <= info.max):  # NaN fails both
-        bad = low if not low >= info.smallest_normal * info.eps else high
+    smallest, largest = _SCALE_LIMITS[dtype]
+    if not (low >= smallest and high <= largest):  # NaN fails both
+        bad = low if not low >= smallest else high
         raise ValueError(
             f"scale holds {bad}, but every scale must be positive and finite in {dtype}; "
             "a scale from data is max(abs(x)) / quant_max, at least 1e-12"

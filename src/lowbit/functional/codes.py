@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.functional.apply import apply
 from lowbit.functional.check import (
     FLOATS,
     INTEGERS,
@@ -93,7 +94,7 @@ def quantize(
     """
     scale, zero_point = check_params(x, scale, zero_point, grid, per)
     if dtype is None:
-        return _Quantize.apply(x, scale, zero_point, grid, per)
+        return apply(_Quantize, x, scale, zero_point, grid, per)
     _check_code_dtype(dtype, grid)
     with torch.no_grad():
         return plan.run("quantize", x, x, scale, zero_point, grid=grid, per=per, dtype=dtype)
@@ -145,7 +146,7 @@ def dequantize(
     check_per(per)
     scale = check_scale(scale, q, per)
     zero_point = check_zero_point(zero_point, q, per, None)
-    return _Dequantize.apply(q, scale, zero_point, per, dtype)
+    return apply(_Dequantize, q, scale, zero_point, per, dtype)
 
 
 def dequantize_backward(grad_output: Tensor, scale: Tensor | float, *, per: Granularity = PerTensor()) -> Tensor:

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.functional.apply import apply
 from lowbit.functional.check import check_grad, check_params, check_ste
+from lowbit.functional.statistics import params_from_data
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
 from lowbit.kernels import plan
+from lowbit.kernels.plan import is_traced
 from lowbit.ste import SteKind
 
 
@@ -36,6 +39,22 @@ class _FakeQuantize(torch.autograd.Function):
         x, scale, zero_point = ctx.saved_tensors
         dx = _backward(grad_output, x, scale, zero_point, ctx.grid, ctx.per, ctx.ste)
         return dx, None, None, None, None, None
+
+
+class _FakeQuantizePerBatch(torch.autograd.Function):
+    """Never traced, so that it may keep what it computed on the way: the scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid, per: Granularity, ste: SteKind, symmetric: bool) -> Tensor:
+        y, scale, zero_point = plan.run("fake_quantize_per_batch", x, x, grid=grid, per=per, symmetric=symmetric)
+        ctx.grid, ctx.per, ctx.ste = grid, per, ste
+        if ste is not SteKind.IDENTITY:
+            ctx.save_for_backward(x, scale, zero_point)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return *_FakeQuantize.backward(ctx, grad_output)[:1], None, None, None, None
 
 
 def _backward(
@@ -71,7 +90,15 @@ def fake_quantize(
     """
     check_ste(ste)
     scale, zero_point = check_params(x, scale, zero_point, grid, per)
-    return _FakeQuantize.apply(x, scale, zero_point, grid, per, ste)
+    return apply(_FakeQuantize, x, scale, zero_point, grid, per, ste)
+
+
+def fake_quantize_per_batch(x: Tensor, *, grid: Grid, per: Granularity, ste: SteKind, symmetric: bool) -> Tensor:
+    """y = fake_quantize with the scale and zero point of x's own range, in one call; x has passed the checks"""
+    if is_traced(x):
+        scale, zero_point = params_from_data(x, grid=grid, per=per, symmetric=symmetric)
+        return fake_quantize(x, scale, zero_point, grid=grid, per=per, ste=ste)
+    return apply(_FakeQuantizePerBatch, x, grid, per, ste, symmetric)
 
 
 def fake_quantize_backward(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.functional.apply import apply
 from lowbit.functional.check import check_float, check_grid, check_per, check_scale, check_ste, check_zero_point
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
@@ -110,7 +111,7 @@ def learned_fake_quantize(
     scale = check_scale(scale, x, per, learned=True)
     zero_point = check_zero_point(zero_point, x, per, grid, learned=True)
     factor = _factor(x, grid, per, method, batch_axis)
-    return _LearnedFakeQuantize.apply(x, scale, zero_point, grid, per, ste, method, factor if grad_scale else 1.0)
+    return apply(_LearnedFakeQuantize, x, scale, zero_point, grid, per, ste, method, factor if grad_scale else 1.0)
 
 
 def floor_scale(scale: Tensor, floor: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def floor_scale(scale: Tensor, floor: Tensor) -> Tensor:
 
     dscale = g, above the floor and on it: a scale that sank below can come back.
     """
-    return _FloorScale.apply(scale, floor)
+    return apply(_FloorScale, scale, floor)
 
 
 def _factor(x: Tensor, grid: Grid, per: Granularity, method: str, batch_axis: int | None) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.functional.apply import apply
 from lowbit.functional.check import check_float, check_grad, check_tensor
 from lowbit.kernels import plan
 from lowbit.kernels.precision import math_dtype
@@ -102,7 +103,7 @@ def round(x: Tensor) -> Tensor:
     tensor([0., 2.])
     """
     check_tensor("x", x)
-    return round_atgf.apply(x)
+    return apply(round_atgf, x)
 
 
 def ceil(x: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def ceil(x: Tensor) -> Tensor:
     tensor([1., -0.])
     """
     check_tensor("x", x)
-    return ceil_atgf.apply(x)
+    return apply(ceil_atgf, x)
 
 
 def floor(x: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ def floor(x: Tensor) -> Tensor:
     tensor([ 0., -1.])
     """
     check_tensor("x", x)
-    return floor_atgf.apply(x)
+    return apply(floor_atgf, x)
 
 
 def clamp(x: Tensor, min_value: float, max_value: float) -> Tensor:
@@ -142,7 +143,7 @@ def clamp(x: Tensor, min_value: float, max_value: float) -> Tensor:
     check_tensor("x", x)
     check_number("min_value", min_value)
     check_number("max_value", max_value)
-    return clamp_atgf.apply(x, min_value, max_value)
+    return apply(clamp_atgf, x, min_value, max_value)
 
 
 def clamp_backward(grad_output: Tensor, x: Tensor, min_value: float, max_value: float) -> Tensor:
@@ -167,7 +168,7 @@ def step_quantize(x: Tensor, step: float = 1.0) -> Tensor:
     tensor([0.2500, 0.7500])
     """
     _check_step(x, step)
-    return step_quantize_atgf.apply(x, step)
+    return apply(step_quantize_atgf, x, step)
 
 
 def step_quantize_forward(x: Tensor, step: float) -> Tensor:
@@ -188,7 +189,7 @@ def k_bit_quantize(x: Tensor, k: int) -> Tensor:
     tensor([0.3333, 0.6667])
     """
     _check_k(x, k)
-    return k_bit_quantize_atgf.apply(x, k)
+    return apply(k_bit_quantize_atgf, x, k)
 
 
 def k_bit_quantize_forward(x: Tensor, k: int) -> Tensor:

@@ -22,7 +22,7 @@
 #define PUBLIC
 #endif
 
-enum { BLOCK = 1024, CHUNK = 1 << 16, LANES = 16, GRAIN = 1 << 14 };
+enum { BLOCK = 1024, CHUNK = 1 << 16, LANES = 64, SHORT = 16, GRAIN = 1 << 14 };
 
 enum { F16, BF16, F32, F64, I8, U8, I16, I32, I64 };
 
@@ -44,7 +44,7 @@ enum { MAPS(MAP_OF) MAP_identity };
 #undef MAP_OF
 
 enum { FOLD_add, FOLD_min, FOLD_max };
-enum { REDUCE_abs_max, REDUCE_min_max, REDUCE_mean_abs, REDUCE_learned };
+enum { REDUCE_abs_max, REDUCE_min_max, REDUCE_learned };
 
 /* c = (i / period) * channels + (i / inner) % channels: the scale group of element i */
 typedef struct {
@@ -310,7 +310,6 @@ PUBLIC void lowbit_reduce(const Call *made, void *y, const void *g, const void *
 #pragma omp parallel for num_threads(c.threads) schedule(static) if (groups > GRAIN)
     for (int64_t group = 0; group < groups; group++) {
         double a = finish(r, 0, group), b = r->two ? finish(r, 1, group) : 0;
-        if (c.reduction == REDUCE_mean_abs) a /= b > 1 ? b : 1;
         if (c.reduction == REDUCE_min_max) {
             a = isfinite(a) ? a + 0.0 : 0; /* -0 and 0 are one */
             b = isfinite(b) ? b + 0.0 : 0;

@@ -35,14 +35,14 @@ _TYPES = (
     torch.int32,
     torch.int64,
 )
-_ABS_MAX, _MIN_MAX, _MEAN_ABS, _LEARNED = range(4)
+_ABS_MAX, _MIN_MAX, _LEARNED = range(3)
 _ADD, _MIN, _MAX = range(3)
-_FOLDS = {_ABS_MAX: (_MAX,), _MIN_MAX: (_MIN, _MAX), _MEAN_ABS: (_ADD, _ADD), _LEARNED: (_ADD, _ADD)}
+_FOLDS = {_ABS_MAX: (_MAX,), _MIN_MAX: (_MIN, _MAX), _LEARNED: (_ADD, _ADD)}
 
 # Runs at least this long are reduced one by one, shorter ones side by side.
 _LONG_RUN = 128
-# Rows are added up in at most this many shares, whatever the number of threads.
-_SHARES = 64
+# Short runs are reduced in about this many units for each period, whatever the number of threads.
+_UNITS = 64
 # A scale group of at most this many bytes is read once from memory, and the second time from the cache.
 _CACHE = 256 * 1024
 
@@ -139,8 +139,6 @@ def refusal(signature: Signature) -> str:
         return f"native kernels do not take {signature.dtype}"
     if math.prod(signature.shape) == 0:
         return "an empty tensor needs no kernel"
-    if signature.op == "mean_abs" and signature.dtype == torch.float64:
-        return "a native sum of float64 could overflow where the mean does not"
     return ""
 
 
@@ -150,18 +148,12 @@ def kernel(signature: Signature) -> Callable[..., Any]:
 
 
 def workspace_size(signature: Signature) -> int:
-    """The copies of inputs that lie otherwise in memory, and the partial results of a reduction."""
-    memory = signature.memory
-    copies = signature.dtype.itemsize * math.prod(signature.shape) if memory.copies else 0
-    partials = 0
-    if signature.op in ("abs_max", "min_max", "mean_abs", "learned_fake_quantize_backward"):
-        partials = 16 * _partials(_reduce(memory, _LEARNED))
-    if signature.op == "fake_quantize_per_batch":
-        partials = 16 * _partials(_reduce(memory, _MIN_MAX)) + 8 * signature.math_dtype.itemsize * math.prod(
-            signature.scale_shape
-        )
-    copied = 2 if signature.op.endswith("backward") and signature.op != "dequantize_backward" else 1
-    return copies * copied + partials
+    """Copies of tensors that lie otherwise in memory, and of the parameters; the partial results of a reduction."""
+    memory, elements = signature.memory, math.prod(signature.shape)
+    copies = 3 * elements * signature.math_dtype.itemsize if memory.copies else 0
+    params = 8 * math.prod(signature.scale_shape) * signature.math_dtype.itemsize
+    partials = 2 * ACCUMULATOR.itemsize * _partials(_reduce(memory, _LEARNED)) if signature.op in _REDUCTIONS else 0
+    return copies + params + partials
 
 
 def _loaded() -> Library:
@@ -198,11 +190,11 @@ def _forward(signature: Signature) -> Callable[..., Tensor]:
     call = _call(signature, wide, "fake_quantize", y=dtype, x=dtype)
 
     def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
-        x = memory.arrange(x)
-        y = torch.empty_like(x)
+        own = memory.arrange(x)
+        y = torch.empty_like(own)
         s, z = _pointers(scale, zero_point, wide)
-        run(call, y.data_ptr(), None, x.data_ptr(), s.data_ptr(), _address(z), torch.get_num_threads())
-        return y
+        run(call, y.data_ptr(), None, own.data_ptr(), s.data_ptr(), _address(z), torch.get_num_threads())
+        return memory.restore(y, x)
 
     return fake_quantize
 
@@ -213,19 +205,12 @@ def _backward(signature: Signature, formula: str) -> Callable[..., Tensor]:
     calls = {g: _call(signature, wide, formula, y=dtype, g=g, x=dtype) for g in _TYPES[:4]}
 
     def backward(grad_output: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
-        x, g = memory.arrange(x), memory.arrange(grad_output)
-        dx = torch.empty_like(x)
+        own, g = memory.arrange(x), memory.arrange(grad_output)
+        dx = torch.empty_like(own)
         s, z = _pointers(scale, zero_point, wide)
-        run(
-            calls[g.dtype],
-            dx.data_ptr(),
-            g.data_ptr(),
-            x.data_ptr(),
-            s.data_ptr(),
-            _address(z),
-            torch.get_num_threads(),
-        )
-        return dx
+        addresses = dx.data_ptr(), g.data_ptr(), own.data_ptr(), s.data_ptr(), _address(z)
+        run(calls[g.dtype], *addresses, torch.get_num_threads())
+        return memory.restore(dx, x)
 
     return backward
 
@@ -252,11 +237,11 @@ def _convert(
         x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, dtype: torch.dtype | None = None
     ) -> Tensor:
         call, result, wide = made(dtype)
-        x = memory.arrange(x)
-        y = torch.empty_like(x, dtype=result)
+        own = memory.arrange(x)
+        y = torch.empty_like(own, dtype=result)
         s, z = _pointers(scale, zero_point, wide)
-        run(call, y.data_ptr(), None, x.data_ptr(), s.data_ptr(), _address(z), torch.get_num_threads())
-        return y
+        run(call, y.data_ptr(), None, own.data_ptr(), s.data_ptr(), _address(z), torch.get_num_threads())
+        return memory.restore(y, x)
 
     return convert
 
@@ -300,7 +285,8 @@ def _reduce(memory: Memory, reduction: int) -> _Reduce:
         reduce.units = periods * rows * channels * reduce.chunks
     else:
         reduce.piece = library.block // inner * inner
-        reduce.pieces, reduce.shares = -(-channels * inner // reduce.piece), min(rows, _SHARES)
+        reduce.pieces = -(-channels * inner // reduce.piece)
+        reduce.shares = min(rows, -(-_UNITS // reduce.pieces))
         reduce.units = periods * reduce.shares * reduce.pieces
     return reduce
 
@@ -316,22 +302,12 @@ def _statistic(signature: Signature, reduction: int, results: int) -> Callable[[
     room = _partials(call.reduce) * (1 + call.reduce.two)
 
     def statistic(x: Tensor) -> Any:
-        x = memory.arrange(x)
+        own = memory.arrange(x)
         found = tuple(torch.empty(shape, dtype=wide) for _ in range(results))
         partial = torch.empty(room, dtype=torch.float64)
-        second = found[1].data_ptr() if results == 2 else None
-        run(
-            call,
-            None,
-            None,
-            x.data_ptr(),
-            None,
-            None,
-            found[0].data_ptr(),
-            second,
-            partial.data_ptr(),
-            torch.get_num_threads(),
-        )
+        first, second = found[0].data_ptr(), found[1].data_ptr() if results == 2 else None
+        inputs = None, None, own.data_ptr(), None, None
+        run(call, *inputs, first, second, partial.data_ptr(), torch.get_num_threads())
         return found if results == 2 else found[0]
 
     return statistic
@@ -351,24 +327,15 @@ def _learned_backward(signature: Signature) -> Callable[..., tuple[Tensor, Tenso
     def backward(
         grad_output: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, method: str = "lsq"
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x, g = memory.arrange(x), memory.arrange(grad_output)
-        dx = torch.empty_like(x)
+        own, g = memory.arrange(x), memory.arrange(grad_output)
+        dx = torch.empty_like(own)
         ds, dz = torch.empty(shape, dtype=wide), torch.empty(shape, dtype=wide)
         s, z = _pointers(scale, zero_point, wide)
         partial = torch.empty(room, dtype=torch.float64)
-        run(
-            made(g.dtype, method),
-            dx.data_ptr(),
-            g.data_ptr(),
-            x.data_ptr(),
-            s.data_ptr(),
-            _address(z),
-            ds.data_ptr(),
-            dz.data_ptr(),
-            partial.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return dx, ds, dz
+        inputs = dx.data_ptr(), g.data_ptr(), own.data_ptr(), s.data_ptr(), _address(z)
+        results = ds.data_ptr(), dz.data_ptr(), partial.data_ptr()
+        run(made(g.dtype, method), *inputs, *results, torch.get_num_threads())
+        return memory.restore(dx, x), ds, dz
 
     return backward
 
@@ -386,18 +353,12 @@ def _per_batch(signature: Signature) -> Callable[..., tuple[Tensor, Tensor, Tens
             call.reduce.units = call.reduce.channels  # a whole group is a unit
 
     def per_batch(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
-        x = memory.arrange(x)
-        y, scale = torch.empty_like(x), torch.empty(shape, dtype=wide)
+        own = memory.arrange(x)
+        y, scale = torch.empty_like(own), torch.empty(shape, dtype=wide)
         zero_point = None if symmetric else torch.empty(shape, dtype=torch.int32)
-        run(
-            calls[symmetric],
-            y.data_ptr(),
-            x.data_ptr(),
-            scale.data_ptr(),
-            _address(zero_point),
-            torch.get_num_threads(),
-        )
-        return y, scale, zero_point
+        addresses = y.data_ptr(), own.data_ptr(), scale.data_ptr(), _address(zero_point)
+        run(calls[symmetric], *addresses, torch.get_num_threads())
+        return memory.restore(y, x), scale, zero_point
 
     return per_batch
 
@@ -408,13 +369,13 @@ def _per_batch_in_two(signature: Signature) -> Callable[..., tuple[Tensor, Tenso
     fake_quantize, grid = _forward(signature), signature.grid
 
     def per_batch(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
-        scale, zero_point = (
-            (symmetric_scale(abs_max(x), grid), None) if symmetric else affine_params(*min_max(x), grid)
-        )
+        scale, zero_point = (symmetric_scale(abs_max(x), grid), None) if symmetric else affine_params(*min_max(x), grid)
         return fake_quantize(x, scale, zero_point), scale, zero_point
 
     return per_batch
 
+
+_REDUCTIONS = ("abs_max", "min_max", "fake_quantize_per_batch", "learned_fake_quantize_backward")
 
 _KERNELS: dict[str, Callable[[Signature], Callable[..., Any]]] = {
     "fake_quantize": _forward,
@@ -428,5 +389,4 @@ _KERNELS: dict[str, Callable[[Signature], Callable[..., Any]]] = {
     "dequantize_backward": _dequantize_backward,
     "abs_max": lambda signature: _statistic(signature, _ABS_MAX, 1),
     "min_max": lambda signature: _statistic(signature, _MIN_MAX, 2),
-    "mean_abs": lambda signature: _statistic(signature, _MEAN_ABS, 1),
 }

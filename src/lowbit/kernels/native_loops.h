@@ -39,26 +39,24 @@ INLINE M NAME(in_range)(ELEMENT) {
 
 INLINE M NAME(power)(int k) { return sizeof(M) == 4 ? (M)power_f32(k) : (M)power_f64(k); }
 
-/* e^v for -LIMIT <= v <= 0: 2^n * e^r with |r| <= log(2) / 2, to about one ulp, down to the subnormals */
-INLINE M NAME(exp)(M v) {
-    M n = RINT(v * (M)1.4426950408889634);
-    /* n * the first part of log(2) is exact: it has few bits. */
-    M r = sizeof(M) == 4 ? (v - n * (M)0.693359375) - n * (M)-2.12194440e-4
-                         : (v - n * (M)6.93145751953125e-1) - n * (M)1.42860682030941723212e-6;
-    M p = 0;
-    for (int k = sizeof(M) == 4 ? 7 : 13; k >= 2; k--) p = (p + 1) * (r * (M)(1.0 / k));
-    p = 1 + (r + r * p);
-    int half = (int)(n / 2), rest = (int)n - half; /* two factors: 2^n itself may be subnormal */
-    return p * NAME(power)(half) * NAME(power)(rest);
-}
-
 /* dx = g * (1 - tanh(x / s)^2) = g * 4 e / (1 + e)^2, e = exp(-2 abs(x / s)); 0 where x is not finite */
 INLINE M NAME(tanh)(ELEMENT) {
     (void)z, (void)quant_min, (void)quant_max;
-    M v = FABS(x / s), limit = sizeof(M) == 4 ? 52 : 373;
-    v = v < limit ? v : limit; /* NaN too */
-    M e = NAME(exp)(-2 * v), t = 1 + e;
-    return FABS(x) <= M_MAX ? g * (4 * e / (t * t)) : 0;
+    M v = FABS(x / s), limit = sizeof(M) == 4 ? 54 : 375; /* beyond, 4 e is 0 */
+    v = -2 * (v < limit ? v : limit);                     /* NaN too */
+    /* e = 2^n * e^r, abs(r) <= log(2) / 2; n times the first part of log(2) is exact: it has few bits. */
+    M n = RINT(v * (M)1.4426950408889634);
+    M r = sizeof(M) == 4 ? (v - n * (M)0.693359375) - n * (M)-2.12194440e-4
+                         : (v - n * (M)6.93145751953125e-1) - n * (M)1.42860682030941723212e-6;
+    M p = 0;
+#define TERM(k) p = (p + 1) * (r * (M)(1.0 / k));
+    if (sizeof(M) == 8) { TERM(13) TERM(12) TERM(11) TERM(10) TERM(9) TERM(8) }
+    TERM(7) TERM(6) TERM(5) TERM(4) TERM(3) TERM(2)
+#undef TERM
+    int half = (int)(n / 2), rest = (int)n - half;
+    /* 2^n in two factors, the second after all else: only there may the result become subnormal and round. */
+    M most = (1 + (r + r * p)) * NAME(power)(half), t = 1 + most * NAME(power)(rest);
+    return FABS(x) <= M_MAX ? g * (4 * most / (t * t) * NAME(power)(rest)) : 0;
 }
 
 /* dx = g * (1 - abs(x) / bound) where abs(x) < bound, else 0; bound = hi for x >= 0 and -lo for x < 0 */
@@ -149,13 +147,18 @@ SHARED const M *NAME(view)(M *buffer, const void *from, int type, int64_t at, in
 /* ---- the scale group of every element of a block ---- */
 
 typedef struct {
-    M s[BLOCK], z[BLOCK];
-    int uniform; /* only the first of each is set, and serves the whole block */
+    const M *s, *z; /* of each element; where uniform, of all */
+    int uniform;
+    ALIGNED M s_block[BLOCK], z_block[BLOCK];
 } NAME(Params);
 
-INLINE void NAME(set)(NAME(Params) *p, int64_t at, M s, M z, int64_t n) {
-    for (int64_t j = 0; j < n; j++) p->s[at + j] = s;
-    for (int64_t j = 0; j < n; j++) p->z[at + j] = z;
+static void NAME(start)(NAME(Params) *p, const Call *c) {
+    p->s = p->s_block, p->z = p->z_block;
+    if (!c->zero_point) memset(p->z_block, 0, sizeof p->z_block);
+}
+
+SHARED void NAME(set)(M *restrict to, M value, int64_t n) {
+    for (int64_t j = 0; j < n; j++) to[j] = value;
 }
 
 SHARED void NAME(spread)(NAME(Params) *p, const Call *c, int64_t i, int64_t n) {
@@ -164,16 +167,23 @@ SHARED void NAME(spread)(NAME(Params) *p, const Call *c, int64_t i, int64_t n) {
     int64_t in_period = i % l->period, base = i / l->period * l->channels;
     int64_t channel = in_period / l->inner % l->channels, left = l->inner - in_period % l->inner;
     p->uniform = left >= n;
-    if (p->uniform) n = 1;
+    if (p->uniform || (l->inner == 1 && channel + n <= l->channels)) { /* as they lie in memory */
+        p->s = scale + base + channel;
+        if (zero_point) p->z = zero_point + base + channel;
+        return;
+    }
+    p->s = p->s_block;
+    if (zero_point) p->z = p->z_block;
     for (int64_t at = 0; at < n;) {
-        int64_t c0 = base + channel, count = left < n - at ? left : n - at;
+        int64_t group = base + channel, most = l->inner == 1 ? l->channels - channel : left;
+        int64_t count = most < n - at ? most : n - at;
         if (l->inner == 1) { /* neighbours lie in neighbouring groups */
-            count = l->channels - channel < n - at ? l->channels - channel : n - at;
-            for (int64_t j = 0; j < count; j++) p->s[at + j] = scale[c0 + j];
-            for (int64_t j = 0; j < count; j++) p->z[at + j] = zero_point ? zero_point[c0 + j] : 0;
+            memcpy(p->s_block + at, scale + group, (size_t)count * sizeof(M));
+            if (zero_point) memcpy(p->z_block + at, zero_point + group, (size_t)count * sizeof(M));
             channel += count;
         } else {
-            NAME(set)(p, at, scale[c0], zero_point ? zero_point[c0] : 0, count);
+            NAME(set)(p->s_block + at, scale[group], count);
+            if (zero_point) NAME(set)(p->z_block + at, zero_point[group], count);
             channel++;
         }
         at += count, in_period += count, left = l->inner;
@@ -187,11 +197,11 @@ SHARED void NAME(spread)(NAME(Params) *p, const Call *c, int64_t i, int64_t n) {
 #define BLOCK_OF(f)                                                                                       \
     SHARED void NAME(f##_block)(M *restrict y, const M *restrict g, const M *restrict x,                  \
                                 const NAME(Params) *p, int64_t n, M quant_min, M quant_max) {             \
-        M s = p->s[0], z = p->z[0];                                                                       \
+        const M *restrict s = p->s, *restrict z = p->z, s0 = *s, z0 = *z;                                 \
         if (p->uniform)                                                                                   \
-            for (int64_t i = 0; i < n; i++) y[i] = NAME(f)(g[i], x[i], s, z, quant_min, quant_max);       \
+            for (int64_t i = 0; i < n; i++) y[i] = NAME(f)(g[i], x[i], s0, z0, quant_min, quant_max);     \
         else                                                                                              \
-            for (int64_t i = 0; i < n; i++) y[i] = NAME(f)(g[i], x[i], p->s[i], p->z[i], quant_min, quant_max); \
+            for (int64_t i = 0; i < n; i++) y[i] = NAME(f)(g[i], x[i], s[i], z[i], quant_min, quant_max); \
     }
 MAPS(BLOCK_OF)
 #undef BLOCK_OF
@@ -217,6 +227,7 @@ static void NAME(map_block)(const Call *c, M *buffer, const M *g, const M *x, co
 static void NAME(map_range)(const Call *c, int64_t from, int64_t to) {
     ALIGNED M yb[BLOCK], gb[BLOCK], xb[BLOCK];
     NAME(Params) p;
+    NAME(start)(&p, c);
     for (int64_t i = from; i < to; i += BLOCK) {
         int64_t n = to - i < BLOCK ? to - i : BLOCK;
         const M *x = NAME(view)(xb, c->x, c->x_type, i, n);
@@ -232,7 +243,7 @@ static void NAME(map_range)(const Call *c, int64_t from, int64_t to) {
 #define MIN(a, b) ((b) < (a) ? (b) : (a))
 #define MAX(a, b) ((b) > (a) ? (b) : (a))
 #define FOLD_OF(f, OP)                                                                       \
-    SHARED M NAME(f)(const M *restrict t, int64_t n, M start) {                              \
+    SHARED M NAME(f##_long)(const M *restrict t, int64_t n, M start) {                       \
         ALIGNED M lane[LANES];                                                               \
         for (int j = 0; j < LANES; j++) lane[j] = start;                                     \
         int64_t i = 0;                                                                       \
@@ -242,6 +253,28 @@ static void NAME(map_range)(const Call *c, int64_t from, int64_t to) {
         for (int w = LANES / 2; w; w /= 2)                                                   \
             for (int j = 0; j < w; j++) lane[j] = OP(lane[j], lane[j + w]);                  \
         return lane[0];                                                                      \
+    }                                                                                        \
+    SHARED void NAME(f##_groups)(double *restrict to, const M *restrict t, int64_t groups, int64_t inner) { \
+        if (inner == 1)                                                                      \
+            for (int64_t k = 0; k < groups; k++) to[k] = (double)t[k];                       \
+        else if (inner < SHORT)                                                              \
+            for (int64_t k = 0; k < groups; k++, t += inner) {                               \
+                M total = t[0];                                                              \
+                for (int64_t i = 1; i < inner; i++) total = OP(total, t[i]);                 \
+                to[k] = (double)total;                                                       \
+            }                                                                                \
+        else                                                                                 \
+            for (int64_t k = 0; k < groups; k++, t += inner) {                               \
+                ALIGNED M lane[SHORT];                                                       \
+                int64_t i = SHORT;                                                           \
+                for (int j = 0; j < SHORT; j++) lane[j] = t[j];                              \
+                for (; i + SHORT <= inner; i += SHORT)                                       \
+                    for (int j = 0; j < SHORT; j++) lane[j] = OP(lane[j], t[i + j]);         \
+                for (; i < inner; i++) lane[0] = OP(lane[0], t[i]);                          \
+                for (int j = 0; j < 8; j++) lane[j] = OP(lane[j], lane[j + 8]);              \
+                for (int j = 0; j < 4; j++) lane[j] = OP(lane[j], lane[j + 4]);              \
+                to[k] = (double)OP(OP(lane[0], lane[2]), OP(lane[1], lane[3]));              \
+            }                                                                                \
     }                                                                                        \
     SHARED void NAME(f##_rows)(M *restrict sum, const M *restrict t, int64_t n) {            \
         for (int64_t i = 0; i < n; i++) sum[i] = OP(sum[i], t[i]);                           \
@@ -253,9 +286,17 @@ FOLD_OF(max, MAX)
 
 SHARED M NAME(fold)(int fold, const M *t, int64_t n) {
     switch (fold) {
-    case FOLD_min: return NAME(min)(t, n, (M)INFINITY);
-    case FOLD_max: return NAME(max)(t, n, (M)-INFINITY);
-    default: return NAME(add)(t, n, 0);
+    case FOLD_min: return NAME(min_long)(t, n, (M)INFINITY);
+    case FOLD_max: return NAME(max_long)(t, n, (M)-INFINITY);
+    default: return NAME(add_long)(t, n, 0);
+    }
+}
+
+static void NAME(fold_groups)(int fold, double *to, const M *t, int64_t groups, int64_t inner) {
+    switch (fold) {
+    case FOLD_min: NAME(min_groups)(to, t, groups, inner); break;
+    case FOLD_max: NAME(max_groups)(to, t, groups, inner); break;
+    default: NAME(add_groups)(to, t, groups, inner);
     }
 }
 
@@ -274,7 +315,9 @@ typedef struct {
 /* ds = g * slope, dz = -g * s outside the range: the terms of the two sums */
 SHARED void NAME(learned_terms)(NAME(Terms) *t, const Call *c, const M *restrict g, const M *restrict x,
                                 const NAME(Params) *p, int64_t n) {
-    M quant_min = (M)c->quant_min, quant_max = (M)c->quant_max;
+    M quant_min = (M)c->quant_min, quant_max = (M)c->quant_max, s0 = *p->s, z0 = *p->z;
+    const M *restrict each_s = p->s, *restrict each_z = p->z;
+    M *restrict first = t->first, *restrict second = t->second;
 #define TERMS(S, Z, BELOW, ABOVE, INSIDE)                                       \
     for (int64_t i = 0; i < n; i++) {                                           \
         M s = S, low = quant_min - Z, high = quant_max - Z, v = x[i] / s;       \
@@ -282,13 +325,13 @@ SHARED void NAME(learned_terms)(NAME(Terms) *t, const Call *c, const M *restrict
         M slope = above ? high : below ? low : (INSIDE);                        \
         (void)v;                                                                \
         M product = g[i] * slope;                                               \
-        t->first[i] = x[i] == x[i] ? product : 0;                               \
-        t->second[i] = above | below ? -g[i] * s : 0;                           \
+        first[i] = x[i] == x[i] ? product : 0;                                  \
+        second[i] = above | below ? -g[i] * s : 0;                              \
     }
-    if (c->pact && p->uniform) TERMS(p->s[0], p->z[0], <=, >=, (M)0)
-    else if (c->pact) TERMS(p->s[i], p->z[i], <=, >=, (M)0)
-    else if (p->uniform) TERMS(p->s[0], p->z[0], <, >, RINT(v) - v)
-    else TERMS(p->s[i], p->z[i], <, >, RINT(v) - v)
+    if (c->pact && p->uniform) TERMS(s0, z0, <=, >=, (M)0)
+    else if (c->pact) TERMS(each_s[i], each_z[i], <=, >=, (M)0)
+    else if (p->uniform) TERMS(s0, z0, <, >, RINT(v) - v)
+    else TERMS(each_s[i], each_z[i], <, >, RINT(v) - v)
 #undef TERMS
 }
 
@@ -304,12 +347,9 @@ SHARED void NAME(terms)(NAME(Terms) *t, const Call *c, int64_t i, int64_t n) {
         for (int64_t j = 0; j < n; j++) t->first[j] = FABS(x[j]) <= M_MAX ? x[j] : (M)INFINITY;
         for (int64_t j = 0; j < n; j++) t->second[j] = FABS(x[j]) <= M_MAX ? x[j] : (M)-INFINITY;
         break;
-    case REDUCE_mean_abs: /* the sum, and how many were finite */
-        for (int64_t j = 0; j < n; j++) t->first[j] = FABS(x[j]) <= M_MAX ? FABS(x[j]) : 0;
-        for (int64_t j = 0; j < n; j++) t->second[j] = FABS(x[j]) <= M_MAX ? 1 : 0;
-        break;
     case REDUCE_learned: {
         NAME(Params) p;
+        NAME(start)(&p, c);
         const M *g = NAME(view)(gb, c->g, c->g_type, i, n);
         NAME(spread)(&p, c, i, n);
         NAME(map_block)(c, yb, g, x, &p, i, n);
@@ -358,10 +398,8 @@ static void NAME(reduce_unit)(const Call *c, int64_t unit) {
         if (r->two) NAME(fold_rows)(r->fold[1], sum.second, sum.second + k * n, n);
     }
     int64_t at = (period * r->shares + share) * r->channels + column / r->inner;
-    for (int64_t j = 0; j < n; j += r->inner, at++) {
-        r->partial[0][at] = (double)NAME(fold)(r->fold[0], sum.first + j, r->inner);
-        if (r->two) r->partial[1][at] = (double)NAME(fold)(r->fold[1], sum.second + j, r->inner);
-    }
+    NAME(fold_groups)(r->fold[0], r->partial[0] + at, sum.first, n / r->inner, r->inner);
+    if (r->two) NAME(fold_groups)(r->fold[1], r->partial[1] + at, sum.second, n / r->inner, r->inner);
 }
 
 /* ---- scale and zero point from a group's own range, and y, while the group is in cache ---- */
@@ -384,46 +422,40 @@ SHARED void NAME(own_params)(const Call *c, double first, double second, M *scal
 
 static void NAME(per_batch_unit)(const Call *c, int64_t unit) {
     ALIGNED M yb[BLOCK], xb[BLOCK];
+    double first[BLOCK], second[BLOCK];
     NAME(Params) p;
     NAME(Terms) t;
     const Reduce *r = &c->reduce;
-    M *scale = (M *)c->first;
-    if (r->chunks) { /* one group, read twice: from memory, and from the cache */
-        double first = START[r->fold[0]], second = START[r->fold[1]];
-        int64_t from = unit * r->inner, to = from + r->inner;
+    int64_t size = r->chunks ? r->inner : r->piece, from = unit * size; /* one group, or a block of small ones */
+    int64_t to = from + size < c->layout.elements ? from + size : c->layout.elements;
+    int64_t groups = (to - from) / r->inner, group = from / r->inner;
+    if (r->chunks) {
+        *first = START[r->fold[0]], *second = START[r->fold[1]];
         for (int64_t i = from; i < to; i += BLOCK) {
             int64_t n = to - i < BLOCK ? to - i : BLOCK;
             NAME(terms)(&t, c, i, n);
-            first = merge(r->fold[0], first, (double)NAME(fold)(r->fold[0], t.first, n));
-            if (r->two) second = merge(r->fold[1], second, (double)NAME(fold)(r->fold[1], t.second, n));
+            *first = merge(r->fold[0], *first, (double)NAME(fold)(r->fold[0], t.first, n));
+            if (r->two) *second = merge(r->fold[1], *second, (double)NAME(fold)(r->fold[1], t.second, n));
         }
-        p.uniform = 1;
-        NAME(own_params)(c, first, second, p.s, p.z);
-        scale[unit] = p.s[0];
-        if (c->own_zero_point) c->own_zero_point[unit] = (int32_t)p.z[0];
-        for (int64_t i = from; i < to; i += BLOCK) {
-            int64_t n = to - i < BLOCK ? to - i : BLOCK;
-            const M *x = NAME(view)(xb, c->x, c->x_type, i, n);
-            NAME(map_block)(c, yb, x, x, &p, i, n);
-        }
-        return;
+    } else {
+        NAME(terms)(&t, c, from, to - from);
+        NAME(fold_groups)(r->fold[0], first, t.first, groups, r->inner);
+        if (r->two) NAME(fold_groups)(r->fold[1], second, t.second, groups, r->inner);
     }
-    /* a block of small groups */
-    int64_t from = unit * r->piece, n = c->layout.elements - from < r->piece ? c->layout.elements - from : r->piece;
-    NAME(terms)(&t, c, from, n);
-    p.uniform = 0;
-    for (int64_t j = 0; j < n; j += r->inner) {
-        double first = (double)NAME(fold)(r->fold[0], t.first + j, r->inner);
-        double second = r->two ? (double)NAME(fold)(r->fold[1], t.second + j, r->inner) : 0;
-        int64_t group = (from + j) / r->inner;
+    p.s = p.s_block, p.z = p.z_block, p.uniform = groups == 1;
+    for (int64_t k = 0; k < groups; k++) {
         M s, z;
-        NAME(own_params)(c, first, second, &s, &z);
-        scale[group] = s;
-        if (c->own_zero_point) c->own_zero_point[group] = (int32_t)z;
-        NAME(set)(&p, j, s, z, r->inner);
+        NAME(own_params)(c, first[k], second[k], &s, &z);
+        ((M *)c->first)[group + k] = s;
+        if (c->own_zero_point) c->own_zero_point[group + k] = (int32_t)z;
+        NAME(set)(p.s_block + k * r->inner, s, p.uniform ? 1 : r->inner);
+        NAME(set)(p.z_block + k * r->inner, z, p.uniform ? 1 : r->inner);
     }
-    const M *x = NAME(view)(xb, c->x, c->x_type, from, n);
-    NAME(map_block)(c, yb, x, x, &p, from, n);
+    for (int64_t i = from; i < to; i += BLOCK) { /* the second time from the cache */
+        int64_t n = to - i < BLOCK ? to - i : BLOCK;
+        const M *x = NAME(view)(xb, c->x, c->x_type, i, n);
+        NAME(map_block)(c, yb, x, x, &p, i, n);
+    }
 }
 
 #undef ELEMENT

@@ -238,13 +238,17 @@ def run(
     """Select and run in one call, as ``lowbit.functional`` does.
 
     The reference runs where its trace is wanted: under torch.compile or another tracer, for tensors that are not
-    plain, and in grad mode, where the result must itself be differentiable (a second derivative).
+    plain, and where the result must itself be differentiable (a second derivative).
     """
-    if is_traced(like) or torch.is_grad_enabled():
+    if is_traced(like) or (torch.is_grad_enabled() and _requires_grad(args)):
         records = {"grid": grid, "per": per, "ste": ste}
         return getattr(reference, op)(*args, **{name: records[name] for name in OPS[op].records}, **options)
     plan = _select(op, like.shape, like.stride(), like.dtype, like.device, grid, per, ste, _candidates)
     return plan.run(*args, **options)
+
+
+def _requires_grad(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
 
 def is_traced(tensor: Tensor) -> bool:

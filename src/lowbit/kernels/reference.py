@@ -144,7 +144,7 @@ def fake_quantize_backward(
     if ste is SteKind.IDENTITY:
         return _cast(grad_output, x.dtype)
     split, s, z = _spread(x, scale, zero_point, per)
-    dx = _RULES[ste](per.split(grad_output), split, s, z, grid)
+    dx = _RULES[ste](_gradient(grad_output, x, per), split, s, z, grid)
     return per.join(_cast(dx, x.dtype), x.shape)
 
 
@@ -180,7 +180,7 @@ def learned_fake_quantize_backward(
     """
     dx = fake_quantize_backward(grad_output, x, scale, zero_point, grid=grid, per=per, ste=ste)
     split, s, z = _spread(x, scale, zero_point, per)
-    g = per.split(grad_output)
+    g = _gradient(grad_output, x, per)
     low, high = _code_ends(z, grid)
     if method == "pact":
         below, above, inside = split <= low * s, split >= high * s, torch.zeros_like(s)
@@ -217,7 +217,7 @@ def quantize_backward(
 ) -> Tensor:
     """dx = g / s where quant_min <= round(x / s) + z <= quant_max, else 0"""
     split, s, z = _spread(x, scale, zero_point, per)
-    dx = _in_range(divide(per.split(grad_output), s), split, s, z, grid)
+    dx = _in_range(divide(_gradient(grad_output, x, per), s), split, s, z, grid)
     return per.join(_cast(dx, x.dtype), x.shape)
 
 
@@ -293,6 +293,12 @@ def _spread(
     dtype, split = math_dtype(x.dtype), per.split(x)
     z = None if zero_point is None else per.spread(zero_point, split).to(dtype)
     return split, per.spread(scale.to(dtype), split), z
+
+
+def _gradient(grad_output: Tensor, x: Tensor, per: Granularity) -> Tensor:
+    """The gradient, split, and no wider than x's arithmetic."""
+    narrow = grad_output.dtype == torch.float64 and x.dtype != torch.float64
+    return per.split(grad_output.float() if narrow else grad_output)
 
 
 def _round_codes(split: Tensor, s: Tensor) -> Tensor:

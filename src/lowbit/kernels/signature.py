@@ -57,12 +57,21 @@ class Memory(NamedTuple):
 
     def arrange(self, tensor: Tensor) -> Tensor:
         """``tensor`` in this memory: itself where it lies so already, else a copy."""
+        if tensor.is_neg():
+            tensor = tensor.resolve_neg()
         stride = tensor.stride()
         if stride == self.stride or all(
             size == 1 or own == wanted for size, own, wanted in zip(self.shape, stride, self.stride, strict=True)
         ):
             return tensor
         return self.empty(tensor.dtype, tensor.device).copy_(tensor)
+
+    def restore(self, result: Tensor, like: Tensor) -> Tensor:
+        """``result``, made in this memory, in the strides that torch gives the result of an op on ``like``."""
+        if not self.copies:
+            return result
+        kept = torch.empty_like(like, dtype=result.dtype)
+        return result if kept.stride() == result.stride() else kept.copy_(result)
 
     def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """New memory of this kind."""
