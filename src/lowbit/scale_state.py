@@ -17,7 +17,15 @@ from lowbit.functional.check import (
     values_are_readable,
 )
 from lowbit.functional.learned import floor_scale
-from lowbit.functional.statistics import abs_max, least_error_params, mean_abs, mean_std, min_max, params_from_data
+from lowbit.functional.statistics import (
+    abs_max,
+    blend,
+    least_error_params,
+    mean_abs,
+    mean_std,
+    min_max,
+    params_from_data,
+)
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
 from lowbit.observers import keep_full_precision, restore_dtypes
@@ -178,20 +186,12 @@ class ScaleState(nn.Module):
     def _blend(self, x: Tensor, decay: float) -> None:
         """state = decay * state + (1 - decay) * batch, for groups with data; a group's first data is copied in"""
         if self.symmetric:
-            magnitude = abs_max(x, self.per)
-            has_data, batch = magnitude > 0, {"scale": symmetric_scale(magnitude, self.grid)}
+            names, batch = ("scale", "initialized"), (abs_max(x, self.per),)
         else:
-            low, high = min_max(x, self.per)
-            has_data, batch = (low != 0) | (high != 0), {"low": low, "high": high}
-        for name, value in batch.items():
-            state = getattr(self, name)
-            blended = torch.where(self.initialized, decay * state + (1 - decay) * value, value)
-            state.copy_(torch.where(has_data, blended, state))
-        self.initialized |= has_data
-        if not self.symmetric:
-            scale, zero_point = affine_params(self.low, self.high, self.grid)
-            self.scale.copy_(torch.where(self.initialized, scale, self.scale))
-            self.zero_point.copy_(torch.where(self.initialized, zero_point, self.zero_point))
+            names, batch = ("low", "high", "scale", "zero_point", "initialized"), min_max(x, self.per)
+        state = [getattr(self, name) for name in names]
+        for held, new in zip(state, blend(batch, state, decay, self.grid), strict=True):
+            held.copy_(new)
 
     def _start(self, x: Tensor, method: str) -> None:
         """The first value of a learned scale; a group without data starts at the mean of the others"""
@@ -227,7 +227,7 @@ class ScaleState(nn.Module):
             return floor_scale(self.scale, _LEARNED_FLOOR * self.initial_scale), self.zero_point
         if isinstance(self.scale_mode, EMA):
             # A copy: the next batch changes the state, and the backward of this one needs this scale.
-            return self.scale.clone(), self.zero_point.clone()
+            return self.scale.clone(), self.zero_point if self.symmetric else self.zero_point.clone()
         return self.scale, self.zero_point
 
     def _is_ready(self) -> bool:

@@ -169,6 +169,26 @@ class TestSameBits:
                 assert_all_same_bits("fake_quantize", backend, x, x, one.expand(6), z, per=PerChannel(0))
 
 
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("grid", [Grid(8), Grid(2), Grid(4, signed=False)], ids=str)
+def test_ema(backend: str, grid: Grid, fast_device: torch.device) -> None:
+    """Groups with and without data, before and after their first; also ends whose difference overflows."""
+    low = torch.tensor([0.0, -1.5, -0.3, 0.0, -3e38, -2.0, -1e-20, 0.2], device=fast_device)
+    high = torch.tensor([0.0, 0.0, 0.7, 2.5, 3e38, 5.0, 1e-20, 0.9], device=fast_device)
+    for started in (torch.zeros(8, dtype=torch.bool), torch.arange(8) % 2 == 0, torch.ones(8, dtype=torch.bool)):
+        initialized = started.to(fast_device)
+        scale, state_low, state_high = (
+            (inputs.random((8,), seed=seed).float().abs() * sign).to(fast_device)
+            for seed, sign in ((1, 1), (2, -1), (3, 1))
+        )
+        zero_point = torch.arange(8, dtype=torch.int32, device=fast_device) % 2
+        for decay in (0.0, 0.9, 0.99):
+            args = (high, scale, initialized, decay)
+            assert_all_same_bits("ema_scale", backend, high, *args, grid=grid)
+            args = (low, high, state_low, state_high, scale, zero_point, initialized, decay)
+            assert_all_same_bits("ema_range", backend, low, *args, grid=grid)
+
+
 @pytest.mark.parametrize("result", inputs.FLOATS, ids=str)
 @pytest.mark.parametrize("backend", FAST)
 def test_dequantize(backend: str, result: torch.dtype, fast_device: torch.device) -> None:

@@ -33,7 +33,6 @@ LARGE = {
     "odd": (70, 130),
     "many rows": (600, 8),
     "few channels": (512, 3),
-    "blocks": (24, 96),
 }
 
 
@@ -228,11 +227,22 @@ def test_sums_are_the_same_on_every_run() -> None:
 
 def test_what_is_left_to_the_reference_says_why() -> None:
     x = torch.zeros(4, device=DEVICE)
-    for op in OPS:
-        try:
-            assert Plan.select(op, x, prefer="triton").backend == "triton"
-        except ValueError as error:
-            assert "one pass" in str(error) or "no fused kernel" in str(error)
+    left = {
+        "round",
+        "ceil",
+        "floor",
+        "clamp",
+        "clamp_backward",
+        "step_quantize",
+        "k_bit_quantize",
+        "mean_abs",
+        "mean_std",
+    }
+    for op in OPS.keys() - left:
+        assert Plan.select(op, x, prefer="triton").backend == "triton"
+    for op in left:
+        with pytest.raises(ValueError, match=r"one pass|no fused kernel"):
+            Plan.select(op, x, prefer="triton")
     with pytest.raises(ValueError, match="float8"):
         Plan.select("fake_quantize", x.to(torch.float8_e4m3fn), prefer="triton")
 

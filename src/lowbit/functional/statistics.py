@@ -25,6 +25,13 @@ def min_max(x: Tensor, per: Granularity) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+def blend(batch: tuple[Tensor, ...], state: list[Tensor], decay: float, grid: Grid) -> tuple[Tensor, ...]:
+    """The state of an EMA after a batch: scale and initialized; affine: low, high, scale, zero point, initialized"""
+    op = "ema_scale" if len(batch) == 1 else "ema_range"
+    return plan.run(op, batch[0], *batch, *state, decay, grid=grid)
+
+
+@torch.no_grad()
 def mean_abs(x: Tensor, per: Granularity) -> Tensor:
     """m[c] = mean(abs(x)) over the finite x of group c, 0 where there is none"""
     return plan.run("mean_abs", x, x.detach(), per=per)

@@ -324,3 +324,41 @@ PUBLIC void lowbit_per_batch(const Call *made, void *y, const void *x, void *sca
     c.first = scale, c.own_zero_point = zero_point;
     for_each_unit(&c, LEVELS[level].per_batch_unit[c.wide]);
 }
+
+/* ---- the state of an EMA, in float: a scale, or the two ends of a range ---- */
+
+static float blend(float state, float batch, int started, float decay, float rest) {
+    float kept = decay * state, added = rest * batch;
+    return started ? kept + added : batch;
+}
+
+/* s = decay * s + rest * s_batch where there is data; the first is copied in */
+PUBLIC void lowbit_ema_scale(int64_t n, double quant_min, double quant_max, double decay, double rest,
+                             const float *magnitude, const float *scale, const uint8_t *started, float *new_scale,
+                             uint8_t *new_started) {
+    Call c = {.quant_min = quant_min, .quant_max = quant_max, .reduction = REDUCE_abs_max};
+    for (int64_t i = 0; i < n; i++) {
+        float batch, zero;
+        own_params_f32_baseline(&c, magnitude[i], 0, &batch, &zero);
+        int has_data = magnitude[i] > 0;
+        new_scale[i] = has_data ? blend(scale[i], batch, started[i], (float)decay, (float)rest) : scale[i];
+        new_started[i] = started[i] | has_data;
+    }
+}
+
+/* lo and hi likewise; s and z follow from them */
+PUBLIC void lowbit_ema_range(int64_t n, double quant_min, double quant_max, double decay, double rest, const float *low,
+                             const float *high, const float *state_low, const float *state_high, const float *scale,
+                             const int32_t *zero_point, const uint8_t *started, float *new_low, float *new_high,
+                             float *new_scale, int32_t *new_zero_point, uint8_t *new_started) {
+    Call c = {.quant_min = quant_min, .quant_max = quant_max, .reduction = REDUCE_min_max};
+    for (int64_t i = 0; i < n; i++) {
+        int has_data = (low[i] != 0) | (high[i] != 0);
+        float lo = has_data ? blend(state_low[i], low[i], started[i], (float)decay, (float)rest) : state_low[i];
+        float hi = has_data ? blend(state_high[i], high[i], started[i], (float)decay, (float)rest) : state_high[i];
+        float s = scale[i], z = 0;
+        new_low[i] = lo, new_high[i] = hi, new_started[i] = started[i] | has_data;
+        if (new_started[i]) own_params_f32_baseline(&c, lo, hi, &s, &z);
+        new_scale[i] = s, new_zero_point[i] = new_started[i] ? (int32_t)z : zero_point[i];
+    }
+}

@@ -81,6 +81,8 @@ class Library:
             ("lowbit_map", None, [ctypes.POINTER(_Call), *[c_void_p] * 5, c_int]),
             ("lowbit_reduce", None, [ctypes.POINTER(_Call), *[c_void_p] * 8, c_int]),
             ("lowbit_per_batch", None, [ctypes.POINTER(_Call), *[c_void_p] * 4, c_int]),
+            ("lowbit_ema_scale", None, [c_int64, *[c_double] * 4, *[c_void_p] * 5]),
+            ("lowbit_ema_range", None, [c_int64, *[c_double] * 4, *[c_void_p] * 12]),
             ("lowbit_levels", c_int, []),
             ("lowbit_level_name", c_char_p, [c_int]),
             ("lowbit_set_level", None, [c_int]),
@@ -94,6 +96,7 @@ class Library:
         if library.lowbit_call_size() != ctypes.sizeof(_Call):
             raise OSError(f"{path.name} was built from other sources")
         self.map, self.reduce, self.per_batch = library.lowbit_map, library.lowbit_reduce, library.lowbit_per_batch
+        self.ema_scale, self.ema_range = library.lowbit_ema_scale, library.lowbit_ema_range
         self.block, self.chunk = library.lowbit_block(), library.lowbit_chunk()
         self.levels = [library.lowbit_level_name(i).decode() for i in range(library.lowbit_levels())]
         names = iter(lambda i=iter(range(99)): library.lowbit_map_name(next(i)), None)
@@ -137,6 +140,8 @@ def refusal(signature: Signature) -> str:
         return f"native kernels run on the CPU, not on {signature.device}"
     if signature.dtype not in _TYPES:
         return f"native kernels do not take {signature.dtype}"
+    if signature.op in ("ema_scale", "ema_range") and signature.dtype != torch.float32:
+        return "the state of an EMA is float32, and blends with a batch of float64 in float64"
     if math.prod(signature.shape) == 0:
         return "an empty tensor needs no kernel"
     return ""
@@ -375,6 +380,22 @@ def _per_batch_in_two(signature: Signature) -> Callable[..., tuple[Tensor, Tenso
     return per_batch
 
 
+def _ema(signature: Signature) -> Callable[..., tuple[Tensor, ...]]:
+    """(what the batch says, the state, decay) -> the state, new"""
+    elements, grid, library = math.prod(signature.shape), signature.grid, _loaded()
+    batch, run = (1, library.ema_scale) if signature.op == "ema_scale" else (2, library.ema_range)
+
+    def ema(*args: Any) -> tuple[Tensor, ...]:
+        *tensors, decay = args
+        inputs = [tensor.contiguous() for tensor in tensors]
+        results = tuple(torch.empty_like(tensor) for tensor in inputs[batch:])
+        addresses = [tensor.data_ptr() for tensor in (*inputs, *results)]
+        run(elements, grid.quant_min, grid.quant_max, decay, 1 - decay, *addresses)
+        return results
+
+    return ema
+
+
 _REDUCTIONS = ("abs_max", "min_max", "fake_quantize_per_batch", "learned_fake_quantize_backward")
 
 _KERNELS: dict[str, Callable[[Signature], Callable[..., Any]]] = {
@@ -387,6 +408,8 @@ _KERNELS: dict[str, Callable[[Signature], Callable[..., Any]]] = {
     "quantize_backward": lambda signature: _backward(signature, "quantize_backward"),
     "dequantize": _dequantize,
     "dequantize_backward": _dequantize_backward,
+    "ema_scale": _ema,
+    "ema_range": _ema,
     "abs_max": lambda signature: _statistic(signature, _ABS_MAX, 1),
     "min_max": lambda signature: _statistic(signature, _MIN_MAX, 2),
 }

@@ -28,13 +28,13 @@ INLINE M NAME(fake_quantize)(ELEMENT) {
 
 /* dx = g where lo <= x <= hi, else 0 */
 INLINE M NAME(clipped_identity)(ELEMENT) {
-    return (x >= (quant_min - z) * s) & (x <= (quant_max - z) * s) ? g : 0;
+    return ((x >= (quant_min - z) * s) & (x <= (quant_max - z) * s)) ? g : 0;
 }
 
 /* dx = g where quant_min <= round(x / s) + z <= quant_max, else 0 */
 INLINE M NAME(in_range)(ELEMENT) {
     M q = NAME(code)(x, s, z);
-    return (q >= quant_min) & (q <= quant_max) ? g : 0;
+    return ((q >= quant_min) & (q <= quant_max)) ? g : 0;
 }
 
 INLINE M NAME(power)(int k) { return sizeof(M) == 4 ? (M)power_f32(k) : (M)power_f64(k); }

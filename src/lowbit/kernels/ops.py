@@ -37,6 +37,10 @@ OPS: dict[str, Op] = {
     "dequantize_backward": Op(("grad_output", "scale"), records=("per",)),
     "abs_max": Op(_X, records=("per",)),
     "min_max": Op(_X, records=("per",)),
+    "ema_scale": Op(("magnitude", "scale", "initialized"), ("decay",), ("grid",)),
+    "ema_range": Op(
+        ("low", "high", "state_low", "state_high", "scale", "zero_point", "initialized"), ("decay",), ("grid",)
+    ),
     "mean_abs": Op(_X, records=("per",), sums=True),
     "mean_std": Op(_X, records=("per",), sums=True),
 }

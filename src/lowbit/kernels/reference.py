@@ -50,6 +50,8 @@ _TEMPORARIES = {
     "dequantize_backward": 1,
     "abs_max": 3,
     "min_max": 3,
+    "ema_scale": 8,
+    "ema_range": 16,
     "mean_abs": 5,
     "mean_std": 10,
 }
@@ -265,6 +267,44 @@ def min_max(x: Tensor, *, per: Granularity) -> tuple[Tensor, Tensor]:
     return lo, hi
 
 
+def ema_scale(
+    magnitude: Tensor, scale: Tensor, initialized: Tensor, decay: float, *, grid: Grid
+) -> tuple[Tensor, Tensor]:
+    """s = decay * s + (1 - decay) * s_batch where magnitude > 0; the first s_batch is copied in"""
+    has_data = magnitude > 0
+    blended = _blend(scale, symmetric_scale(magnitude, grid), initialized, decay)
+    return torch.where(has_data, blended, scale).to(scale.dtype), initialized | has_data
+
+
+def ema_range(
+    low: Tensor,
+    high: Tensor,
+    state_low: Tensor,
+    state_high: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    initialized: Tensor,
+    decay: float,
+    *,
+    grid: Grid,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """lo = decay * lo + (1 - decay) * lo_batch, hi likewise, where the batch has data; s and z follow from them"""
+    has_data = (low != 0) | (high != 0)
+    state_low, state_high = (
+        torch.where(has_data, _blend(state, batch, initialized, decay), state).to(state.dtype)
+        for state, batch in ((state_low, low), (state_high, high))
+    )
+    started = initialized | has_data
+    new_scale, new_zero_point = affine_params(state_low, state_high, grid)
+    return (
+        state_low,
+        state_high,
+        torch.where(started, new_scale, scale),
+        torch.where(started, new_zero_point, zero_point),
+        started,
+    )
+
+
 def mean_abs(x: Tensor, *, per: Granularity) -> Tensor:
     """m[c] = mean(abs(x)) over the finite x of group c, 0 where there is none"""
     split, shape = per.split(x), per.scale_shape(x.shape)
@@ -359,6 +399,10 @@ def _sum(terms: Tensor, per: Granularity, shape: tuple[int, ...]) -> Tensor:
         padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % _SUM_ROW))
         rows = padded.view(rows.shape[0], -1, _SUM_ROW).sum(2)
     return rows.sum(1).reshape(shape)
+
+
+def _blend(state: Tensor, batch: Tensor, initialized: Tensor, decay: float) -> Tensor:
+    return torch.where(initialized, decay * state + (1 - decay) * batch, batch)
 
 
 def _zeros(x: Tensor, per: Granularity) -> Tensor:

@@ -224,8 +224,11 @@ def _place(
     by_row: tl.constexpr, single: tl.constexpr, plain: tl.constexpr, ordered: tl.constexpr, wide: tl.constexpr,
     unit: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, steps: tl.constexpr,
 ):  # fmt: skip
-    """This program's strip: its first element and the way to the next tile; a tile's offsets, and which rows and
-    columns are left to it; for each of its rows or columns, the scale group and the slot of its partial result."""
+    """Where this program's strip lies
+
+    Its first element and the way to the next tile; a tile's offsets, row and column indices, and how many rows and
+    columns are left; for each of its rows, or columns, the scale group and the slot of the partial result.
+    """
     pid = tl.program_id(0)
     if wide:
         pid = pid.to(tl.int64)
@@ -332,8 +335,8 @@ def _map(
         _store(y_ptr + base + offsets, y, inside, even)
         if learned:
             slope, outside = _slope(x, s, inverse, low, high, op, double, fused)
-            ds = tl.fma(g.to(math), slope, ds)
-            dz += tl.where(outside, g.to(math), 0.0)
+            ds = tl.fma(_widen(g, math).to(math), slope, ds)
+            dz += tl.where(outside, _widen(g, math).to(math), 0.0)
         base += stride
         if by_row:
             columns_left -= block_columns
@@ -393,7 +396,7 @@ def _reduce(
 ):  # fmt: skip
     """The statistics of the program's strip; where no other program shares its groups, the results themselves"""
     math: tl.constexpr = tl.float64 if double else tl.float32
-    base, stride, offsets, down, across, rows_left, columns_left, group, slot = _place(
+    base, stride, offsets, down, across, rows_left, columns_left, _, slot = _place(
         rows, units, chunks, tiles, period, channels, inner,
         by_row, single, plain, ordered, wide, unit, block_rows, block_columns, steps,
     )  # fmt: skip
@@ -462,7 +465,7 @@ def _quantize_rows(
 ):  # fmt: skip
     """s, z from the range of each row, and y = fake_quantize(x, s, z), in one read of x"""
     math: tl.constexpr = tl.float64 if double else tl.float32
-    base, stride, offsets, down, across, rows_left, columns_left, group, slot = _place(
+    base, _, offsets, down, across, rows_left, columns_left, group, _ = _place(
         rows, units, chunks, tiles, period, channels, inner,
         by_row, single, plain, ordered, wide, unit, block_rows, block_columns, steps,
     )  # fmt: skip

@@ -67,7 +67,8 @@ class Tiling(NamedTuple):
     @property
     def warps(self) -> int:
         """Of a program."""
-        return max(1, min(WARPS, self.block_rows * self.block_columns // 256))
+        tile = self.block_rows * self.block_columns
+        return max(1, min(max(WARPS, tile // 1024), tile // 256))
 
     def arguments(self) -> tuple[Any, ...]:
         """What the kernels take of it: numbers, then constants."""
@@ -129,7 +130,7 @@ def _by_column(layout: Layout, elements: int, tile: int, *, reduces: bool) -> Ti
     width = layout.channels * layout.inner
     rows, repeats = layout.period // width, 1
     # Rows too short for a tile, or for 16-byte accesses, are taken several at a time as one longer row.
-    while rows % 2 == 0 and (width * repeats < COLUMN_BLOCK or (width * repeats) % 16 and repeats < 16):
+    while rows % 2 == 0 and (width * repeats < COLUMN_BLOCK or (width * repeats % 16 and repeats < 16)):
         rows, repeats = rows // 2, repeats * 2
     columns, outer = width * repeats, elements // layout.period
     block_columns = _block(columns, min(tile, COLUMN_BLOCK))
@@ -206,7 +207,8 @@ class Launch:
             ]
         )
         run = self.compiled.get(key)
-        if run is not None and not knobs.runtime.launch_enter_hook.calls:
+        hooks = knobs.runtime.launch_enter_hook  # a profiler's
+        if run is not None and not getattr(hooks, "calls", hooks):
             run(pointers)
             return
         kernel = self.function[(self.programs,)](
@@ -243,9 +245,10 @@ def kernel(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
 
 def workspace_size(signature: Signature) -> int:
     """Bytes of temporary memory at the op's peak: partial results, and copies where the memory needs them."""
-    size = math.prod(signature.shape) * _bytes_read(signature) if signature.memory.copies else 0
+    elements = math.prod(signature.shape)
+    size = elements * _bytes_read(signature) if signature.memory.copies else 0
     arrays = {"abs_max": 1, "min_max": 2, "fake_quantize_per_batch": 2, "learned_fake_quantize_backward": 2}
-    if signature.op in arrays and math.prod(signature.shape):
+    if signature.op in arrays and elements:
         tiling = plan_tiles(signature, reduces=True)
         if not tiling.complete:
             size += arrays[signature.op] * math.prod(tiling.partials) * signature.math_dtype.itemsize
@@ -258,9 +261,7 @@ def _forward(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
     default = own if own.is_floating_point and op != "quantize" else signature.math_dtype
     launches = {double: _map(signature, kernels, double=double) for double in (False, True)}
 
-    def run(
-        x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def run(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
         y = memory.empty(default if dtype is None else dtype, x.device)
         x = memory.arrange(x) if memory.copies else x
         double = own == torch.float64 or (op == "dequantize" and dtype == torch.float64)
@@ -400,9 +401,7 @@ def _map(
     return _tiled(signature, kernels.map, tiling, op, signature.ste.value, double=double)
 
 
-def _tiled(
-    signature: Signature, function: Any, tiling: Tiling, *constants: Any, double: bool | None = None
-) -> Launch:
+def _tiled(signature: Signature, function: Any, tiling: Tiling, *constants: Any, double: bool | None = None) -> Launch:
     double = signature.dtype == torch.float64 if double is None else double
     # The interpreter's fma rounds twice, so that there only the division itself is right.
     fused = not double and not knobs.runtime.interpret
