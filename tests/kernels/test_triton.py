@@ -227,22 +227,15 @@ def test_sums_are_the_same_on_every_run() -> None:
 
 def test_what_is_left_to_the_reference_says_why() -> None:
     x = torch.zeros(4, device=DEVICE)
-    left = {
-        "round",
-        "ceil",
-        "floor",
-        "clamp",
-        "clamp_backward",
-        "step_quantize",
-        "k_bit_quantize",
-        "mean_abs",
-        "mean_std",
-    }
-    for op in OPS.keys() - left:
+    from lowbit.kernels.triton_launch import MAKERS
+
+    left = OPS.keys() - MAKERS.keys()
+    for op in MAKERS:
         assert Plan.select(op, x, prefer="triton").backend == "triton"
     for op in left:
         with pytest.raises(ValueError, match=r"one pass|no fused kernel"):
             Plan.select(op, x, prefer="triton")
+    assert not left & {"fake_quantize", "learned_fake_quantize_backward", "min_max"}
     with pytest.raises(ValueError, match="float8"):
         Plan.select("fake_quantize", x.to(torch.float8_e4m3fn), prefer="triton")
 

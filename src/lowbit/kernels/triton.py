@@ -25,11 +25,7 @@ ACCUMULATOR: torch.dtype | None = None
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CODES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_NOT_FUSED = {
-    **dict.fromkeys(("round", "ceil", "floor", "clamp"), "torch's own op is one pass already"),
-    **dict.fromkeys(("clamp_backward", "step_quantize", "k_bit_quantize"), "it has no fused kernel"),
-    **dict.fromkeys(("mean_abs", "mean_std"), "it has no fused kernel, as it runs once, for a first scale"),
-}
+_ONE_PASS = ("round", "ceil", "floor", "clamp")
 _SCALE_FLOOR = tl.constexpr(SCALE_FLOOR)
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
@@ -44,8 +40,8 @@ def absence() -> str:
 
 def refusal(signature: Signature) -> str:
     """Why this signature has no kernel here; "" where it has."""
-    if signature.op in _NOT_FUSED:
-        return _NOT_FUSED[signature.op]
+    if signature.op not in triton_launch.MAKERS:
+        return "torch's own op is one pass already" if signature.op in _ONE_PASS else "it has no fused kernel"
     if signature.dtype not in (_FLOATS + _CODES if signature.op == "dequantize" else _FLOATS):
         return f"it has no kernel for {signature.dtype}"
     if knobs.runtime.interpret:

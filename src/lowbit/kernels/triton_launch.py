@@ -240,7 +240,7 @@ class Kernels(NamedTuple):
 
 def kernel(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
     """The op's function for tensors of this signature."""
-    return _MAKERS[signature.op](signature, kernels)
+    return MAKERS[signature.op](signature, kernels)
 
 
 def workspace_size(signature: Signature) -> int:
@@ -369,7 +369,7 @@ def _measure(signature: Signature, kernels: Kernels, kind: str) -> Callable[[Ten
     return run
 
 
-_MAKERS: dict[str, Callable[[Signature, Kernels], Callable[..., Any]]] = {
+MAKERS: dict[str, Callable[[Signature, Kernels], Callable[..., Any]]] = {
     "fake_quantize": _forward,
     "fake_quantize_backward": _backward,
     "fake_quantize_per_batch": _per_batch,
