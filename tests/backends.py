@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from compare import assert_same_bits
+from lowbit import Plan
 from lowbit.kernels import plan
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 FAST = [name for name in ("native", "triton") if not plan._absence(name)]
 
@@ -32,3 +37,21 @@ def other_memory(x: Tensor) -> Iterator[Tensor]:
     padded = x.new_zeros(x.numel() + 1)
     padded[1:] = x.reshape(-1)
     yield padded[1:].view(x.shape)
+
+
+def call(op: str, backend: str, x: Tensor, *args: object, **records: object) -> object:
+    """What the op's plan for x gives on one backend."""
+    options = {name: records.pop(name) for name in ("dtype", "method", "symmetric") if name in records}
+    return Plan.select(op, x, prefer=backend, **records).run(*args, **options)
+
+
+def assert_all_same_bits(op: str, backend: str, x: Tensor, *args: object, **records: object) -> None:
+    """Every result of the op has the reference's bits."""
+    got = call(op, backend, x, *args, **records)
+    wanted = call(op, "reference", x, *args, **records)
+    if isinstance(wanted, Tensor):
+        got, wanted = (got,), (wanted,)
+    for actual, expected in zip(got, wanted, strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            assert_same_bits(actual, expected)

@@ -39,7 +39,6 @@ from lowbit.scale import (
     lsq_plus_scale,
     lsq_scale,
     nearest_zero_point,
-    symmetric_scale,
 )
 
 # A learned scale acts as if it never sank below this share of its first value.
@@ -185,10 +184,8 @@ class ScaleState(nn.Module):
 
     def _blend(self, x: Tensor, decay: float) -> None:
         """state = decay * state + (1 - decay) * batch, for groups with data; a group's first data is copied in"""
-        if self.symmetric:
-            names, batch = ("scale", "initialized"), (abs_max(x, self.per),)
-        else:
-            names, batch = ("low", "high", "scale", "zero_point", "initialized"), min_max(x, self.per)
+        batch = (abs_max(x, self.per),) if self.symmetric else min_max(x, self.per)
+        names = ("scale", "initialized") if self.symmetric else ("low", "high", "scale", "zero_point", "initialized")
         state = [getattr(self, name) for name in names]
         for held, new in zip(state, blend(batch, state, decay, self.grid), strict=True):
             held.copy_(new)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable
 from ctypes import c_char_p, c_double, c_int, c_int32, c_int64, c_void_p
@@ -99,7 +100,7 @@ class Library:
         self.ema_scale, self.ema_range = library.lowbit_ema_scale, library.lowbit_ema_range
         self.block, self.chunk = library.lowbit_block(), library.lowbit_chunk()
         self.levels = [library.lowbit_level_name(i).decode() for i in range(library.lowbit_levels())]
-        names = iter(lambda i=iter(range(99)): library.lowbit_map_name(next(i)), None)
+        names = itertools.takewhile(bool, map(library.lowbit_map_name, itertools.count()))
         self.maps = {name.decode(): index for index, name in enumerate(names)}
         self._set_level = library.lowbit_set_level
         self.set_level(self.levels[-1])
@@ -374,7 +375,12 @@ def _per_batch_in_two(signature: Signature) -> Callable[..., tuple[Tensor, Tenso
     fake_quantize, grid = _forward(signature), signature.grid
 
     def per_batch(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
-        scale, zero_point = (symmetric_scale(abs_max(x), grid), None) if symmetric else affine_params(*min_max(x), grid)
+        zero_point = None
+        if symmetric:
+            scale = symmetric_scale(abs_max(x), grid)
+        else:
+            low, high = min_max(x)
+            scale, zero_point = affine_params(low, high, grid)
         return fake_quantize(x, scale, zero_point), scale, zero_point
 
     return per_batch

@@ -7,9 +7,7 @@ nothing is atomic, nothing waits for the host.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,50 +15,24 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from lowbit.kernels import reference, triton_launch
+from lowbit.kernels import triton_launch
 from lowbit.kernels.signature import Signature
 from lowbit.scale import SCALE_FLOOR
 
 ACCUMULATOR: torch.dtype | None = None
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_CODES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_ONE_PASS = ("round", "ceil", "floor", "clamp")
 _SCALE_FLOOR = tl.constexpr(SCALE_FLOOR)
 _INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
-@lru_cache
-def absence() -> str:
-    """Why Triton cannot run here at all, with the remedy; "" where it can."""
-    if knobs.runtime.interpret or torch.cuda.is_available():
-        return ""
-    return "Triton needs a CUDA device, and torch sees none; run where there is one, or set TRITON_INTERPRET=1"
+# The backend (see plan.py).
 
-
-def refusal(signature: Signature) -> str:
-    """Why this signature has no kernel here; "" where it has."""
-    if signature.op not in triton_launch.MAKERS:
-        return "torch's own op is one pass already" if signature.op in _ONE_PASS else "it has no fused kernel"
-    if signature.dtype not in (_FLOATS + _CODES if signature.op == "dequantize" else _FLOATS):
-        return f"it has no kernel for {signature.dtype}"
-    if knobs.runtime.interpret:
-        return ""
-    if signature.device.type != "cuda":
-        return f"the tensor is on {signature.device}, and Triton's kernels run on CUDA"
-    if torch.version.hip is None and torch.cuda.get_device_capability(signature.device) < (8, 0):
-        return "the device is older than compute capability 8.0, which the kernels' NaN-keeping minimum needs"
-    return ""
+absence, refusal, workspace_size = triton_launch.absence, triton_launch.refusal, triton_launch.workspace_size
 
 
 def kernel(signature: Signature) -> Callable[..., Any]:
     """The op's function for tensors of this signature."""
-    if not math.prod(signature.shape):
-        return reference.kernel(signature)  # nothing to launch
     return triton_launch.kernel(signature, _KERNELS)
-
-
-workspace_size = triton_launch.workspace_size
 
 
 # The formulas.
@@ -130,12 +102,12 @@ def _quotient(x, s, inverse, low, high, fused: tl.constexpr):
 
 @triton.jit
 def _exp(a, double: tl.constexpr):
-    """e^a for -128 <= a <= 0 (float64: any a), to about 1 ulp"""
+    """2^64 * e^a for -128 <= a <= 0 (float64: e^a), to about 1 ulp: e^a itself may lie below the normal numbers"""
     if double:
         e = tl.exp(a)
     else:
         # e^a = 2^n e^f. tl.exp takes 2^(a log2 e), where the rounding of a log2 e is many ulp. The sum with 1.5 * 2^23
-        # has n + 64 in its last bits, which go into the exponent: 64, since 2^n may lie below the normal numbers.
+        # has n + 64 in its last bits, which go into the exponent.
         total = tl.fma(a, 1.4426950408889634, 12582976.0)
         n = total - 12582976.0
         f = tl.fma(n, 2.12194440e-4, tl.fma(n, -0.693359375, a))
@@ -143,7 +115,7 @@ def _exp(a, double: tl.constexpr):
         e = tl.fma(tl.fma(tl.fma(f, e, 0.041666463), f, 0.16666667), f, 0.5)
         e = tl.fma(tl.fma(e, f, 1.0), f, 1.0)
         bits = e.to(tl.int32, bitcast=True) + (total.to(tl.int32, bitcast=True) << 23)
-        e = bits.to(tl.float32, bitcast=True) * 5.421010862427522e-20  # 2^-64
+        e = bits.to(tl.float32, bitcast=True)
     return e
 
 
@@ -159,9 +131,18 @@ def _gradient(g, x, s, inverse, low, high, rule: tl.constexpr, double: tl.conste
     elif rule == "tanh":
         # 1 - tanh(v)^2 = 4 e / (1 + e)^2 with e = exp(-2 |v|), which is 0 from the bounds on.
         most: tl.constexpr = 400.0 if double else 64.0
+        unit: tl.constexpr = 1.0 if double else 5.421010862427522e-20  # 2^-64
         e = _exp(-2.0 * tl.abs(_quotient(x, s, inverse, -most, most, fused)), double)
-        t = 1.0 + e
-        dx = tl.where(tl.abs(x) < float("inf"), g * _divide(4.0 * e, t * t), 0.0)
+        t = (1.0 + e * unit) * (1.0 + e * unit)
+        if not double and not _INTERPRETED:
+            # As good as a division, in fewer steps.
+            inverse_t = 1.0 / t
+            slope = 4.0 * e * inverse_t
+            slope = tl.fma(tl.fma(slope, -t, 4.0 * e), inverse_t, slope)
+        else:
+            slope = _divide(4.0 * e, t)
+        slope *= unit  # only here may it become subnormal, and round
+        dx = tl.where(tl.abs(x) < float("inf"), g * slope, 0.0)
     else:
         tl.static_assert(rule == "hard_tanh", "a rule without a formula")
         bound = tl.where(x >= 0, high * s, -(low * s))
@@ -193,21 +174,23 @@ def _slope(x, s, inverse, low, high, method: tl.constexpr, double: tl.constexpr,
 
 
 @triton.jit
-def _params(a, b, kind: tl.constexpr, quant_min: tl.constexpr, quant_max: tl.constexpr, double: tl.constexpr):
+def _params(a, b, kind: tl.constexpr, quant_min, quant_max, double: tl.constexpr):
     """The results of a reduction whose last values are a and b (see lowbit.scale)"""
     if kind == "symmetric":
-        a = tl.maximum(_divide(a, tl.full(a.shape, quant_max, a.dtype)), tl.full(a.shape, _SCALE_FLOOR, a.dtype))
+        a = tl.maximum(_divide(a, tl.zeros_like(a) + quant_max), tl.full(a.shape, _SCALE_FLOOR, a.dtype))
     elif kind == "min_max" or kind == "affine":
         # A group without a finite value: inf and -inf. Adding 0 makes -0 and 0 one.
         a = tl.where(a < float("inf"), a, 0.0) + 0.0
         b = tl.where(b > float("-inf"), b, 0.0) + 0.0
     if kind == "affine":
         lo, hi = tl.minimum(a, 0.0), tl.maximum(b, 0.0)
-        steps = tl.full(a.shape, quant_max - quant_min, a.dtype)
+        steps = tl.zeros_like(a) + (quant_max - quant_min)
         a = _divide(hi - lo, steps)
         a = tl.where(a < float("inf"), a, _divide(hi, steps) - _divide(lo, steps))
         a = tl.maximum(a, tl.full(a.shape, _SCALE_FLOOR, a.dtype))
-        b = _round(_clamp(quant_min - _divide(lo, a), quant_min * 1.0, quant_max * 1.0), double)
+        b = _round(
+            _clamp(quant_min - _divide(lo, a), tl.zeros_like(a) + quant_min, tl.zeros_like(a) + quant_max), double
+        )
     return a, b
 
 
@@ -284,7 +267,7 @@ def _map(
     by_row: tl.constexpr, single: tl.constexpr, plain: tl.constexpr, ordered: tl.constexpr, wide: tl.constexpr,
     unit: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, steps: tl.constexpr,
     even: tl.constexpr, op: tl.constexpr, rule: tl.constexpr,
-    quant_min: tl.constexpr, quant_max: tl.constexpr, double: tl.constexpr, fused: tl.constexpr,
+    quant_min, quant_max, double: tl.constexpr, fused: tl.constexpr,
 ):  # fmt: skip
     """y = the formula of ``op``, element by element; ds and dz, where asked for, summed over the program's strip"""
     math: tl.constexpr = tl.float64 if double else tl.float32
@@ -388,7 +371,7 @@ def _reduce(
     by_row: tl.constexpr, single: tl.constexpr, plain: tl.constexpr, ordered: tl.constexpr, wide: tl.constexpr,
     unit: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, steps: tl.constexpr,
     even: tl.constexpr, kind: tl.constexpr, last: tl.constexpr,
-    quant_min: tl.constexpr, quant_max: tl.constexpr, double: tl.constexpr, fused: tl.constexpr,
+    quant_min, quant_max, double: tl.constexpr, fused: tl.constexpr,
 ):  # fmt: skip
     """The statistics of the program's strip; where no other program shares its groups, the results themselves"""
     math: tl.constexpr = tl.float64 if double else tl.float32
@@ -419,7 +402,7 @@ def _reduce(
 def _finish(
     y_ptr, z_ptr, a_ptr, b_ptr, groups, repeats, channels, inner,
     kind: tl.constexpr, block: tl.constexpr, block_groups: tl.constexpr, rounds: tl.constexpr, wide: tl.constexpr,
-    quant_min: tl.constexpr, quant_max: tl.constexpr, double: tl.constexpr,
+    quant_min, quant_max, double: tl.constexpr,
 ):  # fmt: skip
     """The results of each group, from its partial results [outer, repeats, channels, inner]"""
     math: tl.constexpr = tl.float64 if double else tl.float32
@@ -457,7 +440,7 @@ def _quantize_rows(
     by_row: tl.constexpr, single: tl.constexpr, plain: tl.constexpr, ordered: tl.constexpr, wide: tl.constexpr,
     unit: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, steps: tl.constexpr,
     even: tl.constexpr, kind: tl.constexpr,
-    quant_min: tl.constexpr, quant_max: tl.constexpr, double: tl.constexpr, fused: tl.constexpr,
+    quant_min, quant_max, double: tl.constexpr, fused: tl.constexpr,
 ):  # fmt: skip
     """s, z from the range of each row, and y = fake_quantize(x, s, z), in one read of x"""
     math: tl.constexpr = tl.float64 if double else tl.float32
@@ -479,4 +462,36 @@ def _quantize_rows(
     _store(y_ptr + base + offsets, y, inside, even)
 
 
-_KERNELS = triton_launch.Kernels(_map, _reduce, _finish, _quantize_rows)
+@triton.jit
+def _ema(
+    a_ptr, b_ptr, low_ptr, high_ptr, s_ptr, z_ptr, started_ptr,
+    new_low_ptr, new_high_ptr, new_s_ptr, new_z_ptr, new_started_ptr,
+    groups, decay, rest,
+    quant_min, quant_max, kind: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """state = decay * state + rest * batch where the batch has data; the first is copied in (see the reference)"""
+    group = tl.program_id(0) * block + tl.arange(0, block)
+    known = group < groups
+    started = tl.load(started_ptr + group, mask=known, other=0) != 0
+    s, a = tl.load(s_ptr + group, mask=known, other=1.0), tl.load(a_ptr + group, mask=known, other=0.0)
+    if kind == "symmetric":
+        has_data = a > 0
+        batch, _ = _params(a, a, kind, quant_min, quant_max, False)
+        s = tl.where(has_data, tl.where(started, decay * s + rest * batch, batch), s)
+    else:
+        b = tl.load(b_ptr + group, mask=known, other=0.0)
+        has_data = (a != 0) | (b != 0)
+        low, high = tl.load(low_ptr + group, mask=known, other=0.0), tl.load(high_ptr + group, mask=known, other=0.0)
+        low = tl.where(has_data, tl.where(started, decay * low + rest * a, a), low)
+        high = tl.where(has_data, tl.where(started, decay * high + rest * b, b), high)
+        new_s, new_z = _params(low, high, kind, quant_min, quant_max, False)
+        z = tl.load(z_ptr + group, mask=known, other=0)
+        tl.store(new_low_ptr + group, low, mask=known)
+        tl.store(new_high_ptr + group, high, mask=known)
+        tl.store(new_z_ptr + group, tl.where(started | has_data, new_z.to(tl.int32), z), mask=known)
+        s = tl.where(started | has_data, new_s, s)
+    tl.store(new_s_ptr + group, s, mask=known)
+    tl.store(new_started_ptr + group, (started | has_data).to(tl.uint8), mask=known)
+
+
+_KERNELS = triton_launch.Kernels(_map, _reduce, _finish, _quantize_rows, _ema)

@@ -1,9 +1,10 @@
-"""What Triton's kernels need around them: how programs share out the memory, and calls that cost little Python."""
+"""Calls of Triton's kernels that cost little Python."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,171 +12,42 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from lowbit.granularity import Layout
-from lowbit.kernels.ops import OPS
 from lowbit.kernels.signature import Signature
+from lowbit.kernels.tiling import Tiling, bytes_read, plan_tiles
 from lowbit.ste import SteKind
 
-# What is worth tuning.
-TILE_BYTES = 16384  # that a program reads at a time: 16-byte accesses, four to a thread
-WARPS = 8
-COLUMN_BLOCK = 256  # columns of a tile whose scales lie along its columns
-COLUMN_STEPS = 4  # tiles one after the other that share those scales
-PROGRAMS = 2048  # of a reduction: enough to fill the device, few enough to make the second pass small
-FEW_TILES = 512  # a tensor of fewer tiles takes smaller ones
+EMA_BLOCK = 128  # scale groups of a program that blends states
 ONE_READ = 16384  # elements of a scale group that one program holds
-_SHORT_RUN = 32  # runs shorter than this lie along the rows of a tile, and their scales differ by column
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_CODES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
-class Tiling(NamedTuple):
-    """The dense memory as a matrix in row-major order whose scale group follows from the row, or from the column.
-
-    - by row:     a row is one run of ``inner`` elements; group = (row // period) * channels + row % channels
-    - by column:  ``rows`` rows make a period; group = (row // rows) * channels + (column // inner) % channels
-
-    A program takes ``steps`` tiles of ``block_rows`` x ``block_columns``, one after the other: along its rows, or down
-    its columns; ``chunks`` such strips make a whole row, or a whole period. What it reduces is one number for each
-    row, or column, of its strip: all of them are [outer, repeats, channels, inner], reduced over repeats and inner.
-    """
-
-    by_row: bool
-    rows: int
-    columns: int
-    period: int
-    channels: int
-    inner: int
-    block_rows: int
-    block_columns: int
-    steps: int
-    chunks: int
-    programs: int
-    even: bool
-    partials: tuple[int, int, int, int]
-
-    @property
-    def groups(self) -> int:
-        """How many scales there are."""
-        outer, _, channels, _ = self.partials
-        return outer * channels
-
-    @property
-    def complete(self) -> bool:
-        """Whether each group lies in one program's strip: then nothing is left to a second pass."""
-        _, repeats, _, inner = self.partials
-        return repeats * inner == 1
-
-    @property
-    def warps(self) -> int:
-        """Of a program."""
-        tile = self.block_rows * self.block_columns
-        return max(1, min(max(WARPS, tile // 1024), tile // 256))
-
-    def arguments(self) -> tuple[Any, ...]:
-        """What the kernels take of it: numbers, then constants."""
-        unit = _factor_of_two(self.columns)
-        tiles = -(-self.columns // self.block_columns)
-        numbers = (self.rows, self.columns // unit, self.chunks, tiles, self.period, self.channels, self.inner)
-        plain = self.period == self.channels
-        ordered = self.by_row and not plain and self.channels % self.block_rows == 0
-        wide = self.programs * self.steps * self.block_rows * self.block_columns >= 1 << 31
-        constants = (self.by_row, self.by_row and self.rows == 1, plain, ordered, wide, unit)
-        return *numbers, *constants, self.block_rows, self.block_columns, self.steps, self.even
+@cache
+def absence() -> str:
+    """Why Triton cannot run here at all, with the remedy; "" where it can."""
+    if knobs.runtime.interpret or torch.cuda.is_available():
+        return ""
+    return "Triton needs a CUDA device, and torch sees none; run where there is one, or set TRITON_INTERPRET=1"
 
 
-def plan_tiles(signature: Signature, *, reduces: bool = False, whole_rows: bool = False) -> Tiling:
-    """The tiling of the signature's memory; ``whole_rows``: each row of the matrix in one tile."""
-    elements, layout = math.prod(signature.shape), signature.memory.layout
-    tile = min(TILE_BYTES // _bytes_read(signature), 8192)
-    while tile > 1024 and elements < tile * FEW_TILES:
-        tile //= 2
-    if layout.period == layout.channels * layout.inner or layout.channels == 1 or layout.inner >= _SHORT_RUN:
-        return _by_row(layout, elements, tile, reduces=reduces, whole_rows=whole_rows)
-    return _by_column(layout, elements, tile, reduces=reduces)
-
-
-def _bytes_read(signature: Signature) -> int:
-    """For each element, of the tensors that are as large as the result."""
-    return signature.dtype.itemsize * sum(name in ("grad_output", "x", "q") for name in OPS[signature.op].tensors)
-
-
-def _by_row(layout: Layout, elements: int, tile: int, *, reduces: bool, whole_rows: bool) -> Tiling:
-    # One channel: the group does not depend on inner (see Layout), and the longest run is the period.
-    columns = layout.period if layout.channels == 1 else layout.inner
-    rows, period = elements // columns, layout.period // columns
-    block_columns = triton.next_power_of_2(columns) if whole_rows else _block(columns, tile)
-    block_rows = min(max(tile // block_columns, 1), triton.next_power_of_2(rows))
-    tiles = -(-columns // block_columns)
-    steps = _steps(tiles * -(-rows // block_rows), tiles) if reduces else 1
-    chunks = -(-tiles // steps)
-    if reduces and chunks > 1 and columns <= tile:  # better some padding than a second pass
-        return _by_row(layout, elements, tile, reduces=True, whole_rows=True)
-    return Tiling(
-        by_row=True,
-        rows=rows,
-        columns=columns,
-        period=period,
-        channels=layout.channels,
-        inner=1,
-        block_rows=block_rows,
-        block_columns=block_columns,
-        steps=steps,
-        chunks=chunks,
-        programs=-(-rows // block_rows) * chunks,
-        even=rows % block_rows == 0 and columns % (block_columns * steps) == 0,
-        partials=(rows // period, period // layout.channels, layout.channels, chunks),
-    )
-
-
-def _by_column(layout: Layout, elements: int, tile: int, *, reduces: bool) -> Tiling:
-    width = layout.channels * layout.inner
-    rows, repeats = layout.period // width, 1
-    # Rows too short for a tile, or for 16-byte accesses, are taken several at a time as one longer row.
-    while rows % 2 == 0 and (width * repeats < COLUMN_BLOCK or (width * repeats % 16 and repeats < 16)):
-        rows, repeats = rows // 2, repeats * 2
-    columns, outer = width * repeats, elements // layout.period
-    block_columns = _block(columns, min(tile, COLUMN_BLOCK))
-    block_rows = min(tile // block_columns, triton.next_power_of_2(rows))
-    while block_rows > 1 and block_rows * columns >= 1 << 31:
-        block_rows //= 2
-    tiles, down = -(-columns // block_columns), -(-rows // block_rows)
-    steps = _steps(outer * down * tiles, down)
-    steps = steps if reduces else min(steps, COLUMN_STEPS)
-    chunks = -(-down // steps)
-    return Tiling(
-        by_row=False,
-        rows=rows,
-        columns=columns,
-        period=0,
-        channels=layout.channels,
-        inner=layout.inner,
-        block_rows=block_rows,
-        block_columns=block_columns,
-        steps=steps,
-        chunks=chunks,
-        programs=outer * chunks * tiles,
-        even=columns % block_columns == 0 and rows % (block_rows * steps) == 0,
-        partials=(outer, chunks * repeats, layout.channels, layout.inner),
-    )
-
-
-def _block(size: int, most: int) -> int:
-    """The largest power of two up to ``most`` that pads ``size`` by no more than an eighth, else the least padding."""
-    block = min(most, triton.next_power_of_2(size))
-    candidates = [block >> shift for shift in range(block.bit_length()) if block >> shift >= min(block, 32)]
-    padded = {candidate: -(-size // candidate) * candidate for candidate in candidates}
-    return next((c for c in candidates if padded[c] * 8 <= size * 9), min(candidates, key=lambda c: padded[c]))
-
-
-def _steps(tiles: int, most: int) -> int:
-    steps = 1
-    while steps < most and tiles >= steps * 2 * PROGRAMS:
-        steps *= 2
-    return steps
-
-
-def _factor_of_two(number: int) -> int:
-    """The largest power of two, up to 16, that divides the number."""
-    return min(number & -number, 16)
+def refusal(signature: Signature) -> str:
+    """Why this signature has no kernel here; "" where it has."""
+    if signature.op not in MAKERS:
+        return f"Triton kernels leave {signature.op} to torch"
+    if signature.dtype not in (_FLOATS + _CODES if signature.op == "dequantize" else _FLOATS):
+        return f"Triton kernels do not take {signature.dtype}"
+    if signature.op in ("ema_scale", "ema_range") and signature.dtype != torch.float32:
+        return "the state of an EMA is float32, and blends with a batch of float64 in float64"
+    if math.prod(signature.shape) == 0:
+        return "an empty tensor needs no kernel"
+    if knobs.runtime.interpret:
+        return ""
+    if signature.device.type != "cuda":
+        return f"Triton kernels run on CUDA, not on {signature.device}"
+    if torch.version.hip is None and torch.cuda.get_device_capability(signature.device) < (8, 0):
+        return "the device is older than compute capability 8.0, which the kernels' NaN-keeping minimum needs"
+    return ""
 
 
 class Launch:
@@ -200,12 +72,8 @@ class Launch:
 
     def _run(self, tensors: tuple[Tensor | None, ...]) -> None:
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        key = tuple(
-            [
-                None if tensor is None or pointer is None else (tensor.dtype, pointer % 16 == 0)
-                for tensor, pointer in zip(tensors, pointers, strict=True)
-            ]
-        )
+        unaligned = tuple([bool(pointer and pointer % 16) for pointer in pointers])
+        key = (unaligned, tuple([None if tensor is None else tensor.dtype for tensor in tensors]))
         run = self.compiled.get(key)
         hooks = knobs.runtime.launch_enter_hook  # a profiler's
         if run is not None and not getattr(hooks, "calls", hooks):
@@ -236,6 +104,7 @@ class Kernels(NamedTuple):
     reduce: Any
     finish: Any
     quantize_rows: Any
+    ema: Any
 
 
 def kernel(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
@@ -246,9 +115,9 @@ def kernel(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
 def workspace_size(signature: Signature) -> int:
     """Bytes of temporary memory at the op's peak: partial results, and copies where the memory needs them."""
     elements = math.prod(signature.shape)
-    size = elements * _bytes_read(signature) if signature.memory.copies else 0
+    size = elements * bytes_read(signature) if signature.memory.copies else 0
     arrays = {"abs_max": 1, "min_max": 2, "fake_quantize_per_batch": 2, "learned_fake_quantize_backward": 2}
-    if signature.op in arrays and elements:
+    if signature.op in arrays:
         tiling = plan_tiles(signature, reduces=True)
         if not tiling.complete:
             size += arrays[signature.op] * math.prod(tiling.partials) * signature.math_dtype.itemsize
@@ -263,10 +132,9 @@ def _forward(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
 
     def run(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
         y = memory.empty(default if dtype is None else dtype, x.device)
-        x = memory.arrange(x) if memory.copies else x
         double = own == torch.float64 or (op == "dequantize" and dtype == torch.float64)
-        launches[double](y, None, x, _packed(scale), _packed(zero_point), None, None)
-        return y
+        launches[double](y, None, memory.arrange(x), _packed(scale), _packed(zero_point), None, None)
+        return memory.restore(y, x)
 
     return run
 
@@ -280,9 +148,9 @@ def _backward(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
 
     def run(grad_output: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
         dx = memory.empty(own, x.device)
-        x = memory.arrange(x) if memory.copies else x
-        launch(dx, memory.arrange(grad_output), x, _packed(scale), _packed(zero_point), None, None)
-        return dx
+        tensors = memory.arrange(grad_output), memory.arrange(x), _packed(scale), _packed(zero_point)
+        launch(dx, *tensors, None, None)
+        return memory.restore(dx, x)
 
     return run
 
@@ -298,13 +166,13 @@ def _learned_backward(signature: Signature, kernels: Kernels) -> Callable[..., A
         grad_output: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, method: str = "lsq"
     ) -> tuple[Tensor, Tensor, Tensor]:
         dx = memory.empty(own, x.device)
-        x = memory.arrange(x) if memory.copies else x
         ds, dz = (torch.empty(shape, dtype=wide, device=x.device) for _ in range(2))
         sums = (ds, dz) if tiling.complete else _partials(tiling, 2, wide, x.device)
-        launches[method](dx, memory.arrange(grad_output), x, _packed(scale), _packed(zero_point), *sums)
+        tensors = memory.arrange(grad_output), memory.arrange(x), _packed(scale), _packed(zero_point)
+        launches[method](dx, *tensors, *sums)
         if not tiling.complete:
             finish(ds, dz, *sums)
-        return dx, ds, dz
+        return memory.restore(dx, x), ds, dz
 
     return run
 
@@ -314,7 +182,7 @@ def _statistics(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
     memory, measure = signature.memory, _measure(signature, kernels, signature.op)
 
     def run(x: Tensor) -> Any:
-        first, second = measure(memory.arrange(x) if memory.copies else x)
+        first, second = measure(memory.arrange(x))
         return first if second is None else (first, second)
 
     return run
@@ -333,16 +201,15 @@ def _per_batch(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
 
     def run(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
         kind = "symmetric" if symmetric else "affine"
-        y = memory.empty(own, x.device)
-        x = memory.arrange(x) if memory.copies else x
+        y, packed = memory.empty(own, x.device), memory.arrange(x)
         if one_read:
             scale = torch.empty(shape, dtype=wide, device=x.device)
             zero_point = None if symmetric else torch.empty(shape, dtype=torch.int32, device=x.device)
-            rows[kind](y, x, scale, zero_point)
+            rows[kind](y, packed, scale, zero_point)
         else:
-            scale, zero_point = measures[kind](x)
-            quantize(y, None, x, scale, zero_point, None, None)
-        return y, scale, zero_point
+            scale, zero_point = measures[kind](packed)
+            quantize(y, None, packed, scale, zero_point, None, None)
+        return memory.restore(y, x), scale, zero_point
 
     return run
 
@@ -369,6 +236,30 @@ def _measure(signature: Signature, kernels: Kernels, kind: str) -> Callable[[Ten
     return run
 
 
+def _ema(signature: Signature, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
+    """(what the batch says, the state, decay) -> the state, new"""
+    groups, grid, device = math.prod(signature.shape), signature.grid, signature.device
+    symmetric = signature.op == "ema_scale"
+    constants = float(grid.quant_min), float(grid.quant_max), "symmetric" if symmetric else "affine", EMA_BLOCK
+
+    @cache
+    def launch(decay: float) -> Launch:
+        return Launch(kernels.ema, -(-groups // EMA_BLOCK), (groups, decay, 1 - decay, *constants), 1, device)
+
+    def ema(*args: Any) -> tuple[Tensor, ...]:
+        *batch_and_state, initialized, decay = args
+        tensors = [tensor.contiguous() for tensor in (*batch_and_state, initialized.view(torch.uint8))]
+        results = [torch.empty_like(tensor) for tensor in tensors[1 if symmetric else 2 :]]
+        if symmetric:
+            magnitude, scale, started = tensors
+            launch(decay)(magnitude, None, None, None, scale, None, started, None, None, results[0], None, results[1])
+        else:
+            launch(decay)(*tensors, *results)
+        return *results[:-1], results[-1].view(torch.bool)
+
+    return ema
+
+
 MAKERS: dict[str, Callable[[Signature, Kernels], Callable[..., Any]]] = {
     "fake_quantize": _forward,
     "fake_quantize_backward": _backward,
@@ -381,6 +272,8 @@ MAKERS: dict[str, Callable[[Signature, Kernels], Callable[..., Any]]] = {
     "dequantize_backward": _forward,
     "abs_max": _statistics,
     "min_max": _statistics,
+    "ema_scale": _ema,
+    "ema_range": _ema,
 }
 
 
@@ -403,10 +296,11 @@ def _map(
 
 def _tiled(signature: Signature, function: Any, tiling: Tiling, *constants: Any, double: bool | None = None) -> Launch:
     double = signature.dtype == torch.float64 if double is None else double
-    # The interpreter's fma rounds twice, so that there only the division itself is right.
-    fused = not double and not knobs.runtime.interpret
+    # The interpreter's fma rounds twice, so that there only the division itself is right; and where scales differ by
+    # column, a thread would hold too many numbers for each.
+    fused = not double and not knobs.runtime.interpret and tiling.by_row
     grid = signature.grid
-    arguments = (*tiling.arguments(), *constants, grid.quant_min, grid.quant_max, double, fused)
+    arguments = (*tiling.arguments(), *constants, float(grid.quant_min), float(grid.quant_max), double, fused)
     return Launch(function, tiling.programs, arguments, tiling.warps, signature.device)
 
 
@@ -419,6 +313,6 @@ def _finish(signature: Signature, kernels: Kernels, tiling: Tiling, kind: str) -
     wide = math.prod(tiling.partials) >= 1 << 30
     grid, double = signature.grid, signature.dtype == torch.float64
     numbers = (tiling.groups, repeats, channels, inner)
-    constants = (kind, block, block_groups, rounds, wide, grid.quant_min, grid.quant_max, double)
+    constants = (kind, block, block_groups, rounds, wide, float(grid.quant_min), float(grid.quant_max), double)
     warps = max(1, min(8, block * block_groups // 128))
     return Launch(kernels.finish, -(-tiling.groups // block_groups), (*numbers, *constants), warps, signature.device)
