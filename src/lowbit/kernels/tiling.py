@@ -14,8 +14,10 @@ from lowbit.kernels.signature import Signature
 # What is worth tuning.
 TILE_BYTES = 16384  # that a program reads at a time: 16-byte accesses, four to a thread
 WARPS = 8
-COLUMN_BLOCK = 256  # columns of a tile whose scales lie along its columns
-COLUMN_STEPS = 4  # tiles one after the other that share those scales
+COLUMN_TILE_BYTES = 8192  # the same where scales differ by column: a thread holds the scales of its columns too
+COLUMN_SUM_BYTES = 2048  # and where it also holds the sums of a learned scale's gradient
+COLUMN_WARPS = 4
+COLUMN_BLOCK = 256  # columns of such a tile
 PROGRAMS = 2048  # of a reduction: enough to fill the device, few enough to make the second pass small
 FEW_TILES = 512  # a tensor of fewer tiles takes smaller ones
 _SHORT_RUN = 32  # runs shorter than this lie along the rows of a tile, and their scales differ by column
@@ -62,7 +64,7 @@ class Tiling(NamedTuple):
     def warps(self) -> int:
         """Of a program."""
         tile = self.block_rows * self.block_columns
-        return max(1, min(max(WARPS, tile // 1024), tile // 256))
+        return max(1, min(max(WARPS if self.by_row else COLUMN_WARPS, tile // 1024), tile // 256))
 
     def arguments(self) -> tuple[Any, ...]:
         """What the kernels take of it: numbers, then constants."""
@@ -79,10 +81,13 @@ class Tiling(NamedTuple):
 def plan_tiles(signature: Signature, *, reduces: bool = False, whole_rows: bool = False) -> Tiling:
     """The tiling of the signature's memory; ``whole_rows``: each row of the matrix in one tile."""
     elements, layout = math.prod(signature.shape), signature.memory.layout
-    tile = min(TILE_BYTES // bytes_read(signature), 8192)
+    by_row = layout.period == layout.channels * layout.inner or layout.channels == 1 or layout.inner >= _SHORT_RUN
+    sums = reduces and OPS[signature.op].sums
+    size = TILE_BYTES if by_row else COLUMN_SUM_BYTES if sums else COLUMN_TILE_BYTES
+    tile = min(size // bytes_read(signature), 8192)
     while tile > 1024 and elements < tile * FEW_TILES:
         tile //= 2
-    if layout.period == layout.channels * layout.inner or layout.channels == 1 or layout.inner >= _SHORT_RUN:
+    if by_row:
         return _by_row(layout, elements, tile, reduces=reduces, whole_rows=whole_rows)
     return _by_column(layout, elements, tile, reduces=reduces)
 
@@ -132,8 +137,7 @@ def _by_column(layout: Layout, elements: int, tile: int, *, reduces: bool) -> Ti
     while block_rows > 1 and block_rows * columns >= 1 << 31:
         block_rows //= 2
     tiles, down = -(-columns // block_columns), -(-rows // block_rows)
-    steps = _steps(outer * down * tiles, down)
-    steps = steps if reduces else min(steps, COLUMN_STEPS)
+    steps = _steps(outer * down * tiles, down) if reduces else 1
     chunks = -(-down // steps)
     return Tiling(
         by_row=False,
