@@ -3,10 +3,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: test demo check lint docs pytest test-long format clean
+.PHONY: test demo bench check docs pytest interpret sanitize test-long format clean
 
 ## test: everything CI runs (lint, types, imports, documentation, tests)
-test: check docs pytest test-long
+test: check docs pytest interpret sanitize test-long
 
 ## demo: train a small network on digits in float, then at 8, 4 and 2 bits with every gradient rule
 demo: $(INSTALLED)
@@ -21,8 +21,29 @@ check: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Two processes of one thread each: with more threads than cores, each waits for the other.
 pytest: $(INSTALLED)
-	$(BIN)/pytest -n 2 -m "not long"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not long"
+
+## interpret: the Triton kernels without a GPU, in Triton's interpreter
+interpret: $(INSTALLED)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not long" -k "triton and not float64" \
+		tests/kernels tests/functional/test_learned.py tests/functional/test_codes.py::test_backwards_are_their_formulas \
+		tests/functional/test_fake_quantize.py::test_values_are_the_oracles tests/test_fake_quantize.py tests/test_scale_state.py
+
+## sanitize: the native kernels under the address and undefined-behaviour sanitizers
+sanitize: $(INSTALLED) build/sanitized.so
+	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 \
+		$(BIN)/python -m pytest -q tests/kernels/test_backends.py tests/kernels/test_native.py --native build/sanitized.so
+
+build/sanitized.so: $(wildcard src/lowbit/kernels/native*)
+	mkdir -p build
+	$(CC) -std=c11 -O2 -g -fPIC -shared -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math \
+		-fsanitize=address,undefined -fno-sanitize-recover=all src/lowbit/kernels/native.c -o $@ -lm
+
+## bench: the benchmarks of this machine
+bench: $(INSTALLED)
+	$(BIN)/python -m lowbit.bench
 
 ## test-long: more than 2^31 elements, one process at a time: about 20 GiB of memory
 test-long: $(INSTALLED)
@@ -33,9 +54,9 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) site docs/pictures
+	rm -rf $(VENV) build site docs/pictures
 
-$(INSTALLED): pyproject.toml constraints.txt peers.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt peers.txt $(wildcard src/lowbit/kernels/native*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]'
 	$(BIN)/pip install --quiet --no-deps --requirement peers.txt

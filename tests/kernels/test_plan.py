@@ -183,7 +183,7 @@ def test_run_gives_no_gradient() -> None:
     assert not Plan.select("fake_quantize", x).run(x, torch.tensor(0.5)).requires_grad
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if not op.startswith("ema_")])
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("per", [PerTensor(), PerChannel(0), PerChannel(1), PerGroup(8)], ids=str)
 def test_workspace_holds_the_peak(op: str, per: object, backend: str) -> None:
