@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from lowbit.bench.registry import GRID, Case, Op
 from lowbit.fake_quantize import FakeQuantize
 from lowbit.functional import dequantize, fake_quantize, learned_fake_quantize, quantize
 from lowbit.granularity import PerChannel, PerTensor
+from lowbit.kernels.plan import Plan
 from lowbit.scale import EMA, PerBatch
 from lowbit.ste import SteKind
 
@@ -27,11 +28,15 @@ class UnfitError(Exception):
 
 
 class Runnable(NamedTuple):
-    """y = forward(x); where it learns a scale, that scale, and the factor from its gradient to LSQ's."""
+    """y = forward(x); where it learns a scale, that scale, and the factor from its gradient to LSQ's.
+
+    ``backward(g, x)`` gives the gradients; None leaves them to autograd.
+    """
 
     forward: Forward
     learned: Tensor | None = None
     factor: float = 1.0
+    backward: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,62 @@ def lowbit(case: Case, data: Data) -> Runnable:
             return Runnable(lambda x: quantize(x, scale, grid=GRID, per=per, dtype=dtype))
         case Op.DEQUANTIZE:
             return Runnable(lambda q: dequantize(q, scale, per=per, dtype=case.dtype))
+
+
+def kernels(case: Case, data: Data) -> Runnable:
+    """The kernels of our plans alone: no checks, no autograd."""
+    if case.op is Op.EMA:
+        raise UnfitError("an EMA's kernels are measured by the per-batch and the given scale")
+    scale = data.scale.detach()
+    kept: list[Tensor | None] = [scale, None]
+
+    def select(op: str) -> Callable[..., Any]:
+        like = data.grad_output if op == "dequantize_backward" else data.x
+        return Plan.select(op, like, grid=GRID, per=case.per, ste=case.ste).run
+
+    def identity(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return (g,)
+
+    match case.op:
+        case Op.QUANTIZE:
+            run, back = select("quantize"), select("quantize_backward")
+            dtype = None if case.has_backward else case.code_dtype
+            return Runnable(lambda x: run(x, scale, dtype=dtype), backward=lambda g, x: (back(g, x, scale),))
+        case Op.DEQUANTIZE:
+            run, back = select("dequantize"), select("dequantize_backward")
+            return Runnable(
+                lambda q: run(q, scale, dtype=case.dtype),
+                backward=lambda g, q: (back(g, scale, dtype=q.dtype),),
+            )
+        case Op.LEARNED:
+            run, back, factor = (
+                select("learned_fake_quantize"),
+                select("learned_fake_quantize_backward"),
+                lsq_factor(case),
+            )
+
+            def learned_backward(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+                dx, ds, _ = back(g, x, scale)
+                return dx, ds * factor
+
+            return Runnable(lambda x: run(x, scale), backward=learned_backward)
+        case Op.PER_BATCH:
+            run = select("fake_quantize_per_batch")
+
+            def forward(x: Tensor) -> Tensor:
+                y, *kept[:] = run(x)
+                return y
+
+        case _:
+            run = select("fake_quantize")
+
+            def forward(x: Tensor) -> Tensor:
+                return run(x, scale)
+
+    if not case.backward_needs_x:
+        return Runnable(forward, backward=identity)
+    back = select("fake_quantize_backward")
+    return Runnable(forward, backward=lambda g, x: (back(g, x, *kept),))
 
 
 def torch_op(case: Case, data: Data) -> Runnable:

@@ -14,6 +14,7 @@ from lowbit.bench.contenders import (
     UnfitError,
     copy,
     hand_made,
+    kernels,
     lowbit,
     lsq_factor,
     relu,
@@ -120,6 +121,7 @@ def _import(module: str) -> Any:
 CONTENDERS = (
     Contender("copy", copy, is_yardstick=True),
     Contender("lowbit", lowbit, is_ours=True),
+    Contender("lowbit kernels", kernels, is_ours=True),
     Contender("lowbit compiled", lowbit, is_ours=True, compiled=True),
     Contender("torch", torch_op),
     Contender("hand-made", hand_made),
