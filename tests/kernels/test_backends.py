@@ -84,6 +84,7 @@ class TestSameBits:
         """Within 4 ulp of the result's dtype; the arithmetic's own ulp bounds what a half result may differ by too."""
         for x, per in every_case(backend, dtype, 3):
             g = torch.ones_like(x)
+            g[..., 0] = torch.finfo(dtype).max  # no product on the way may overflow
             scale, _ = inputs.params(x, per, Grid(4), affine=False)
             records = {"grid": Grid(4), "per": per, "ste": SteKind.TANH}
             got = call("fake_quantize_backward", backend, x, g, x, scale, **records)
