@@ -21,7 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--native"):
-        native.library = functools.cache(lambda: native.Library(path))
+        found = functools.cache(lambda: native.Library(path))
+        found.__wrapped__ = native.library.__wrapped__
+        native.library = found
 
 
 @pytest.fixture(params=RUNNABLE, ids="-".join)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,11 +109,15 @@ def test_absence_is_one_warning_with_the_remedy(reason: str, monkeypatch: pytest
 
 def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch, library: native.Library) -> None:
     monkeypatch.setattr(native.ctypes, "sizeof", lambda _: 1)
-    native.library.cache_clear()
-    assert "was built from other sources" in str(native.library())
-    monkeypatch.undo()
-    native.library.cache_clear()
-    assert isinstance(native.library(), native.Library)
+    with pytest.raises(OSError, match="was built from other sources"):
+        native.Library(library.path)
+
+
+def test_a_library_that_does_not_load_is_an_absence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "_native.so").write_bytes(b"half a library")
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    monkeypatch.setattr(native, "EXTENSION_SUFFIXES", [".so"])
+    assert "do not load" in str(native.library.__wrapped__())
 
 
 def test_two_threads_may_run_one_plan() -> None:

@@ -77,7 +77,7 @@ class Library:
     """The functions of native.c, and the level (instruction set) that they run at: the highest the processor has."""
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+        self.path, library = path, ctypes.CDLL(str(path))
         for name, result, arguments in (
             ("lowbit_map", None, [ctypes.POINTER(_Call), *[c_void_p] * 5, c_int]),
             ("lowbit_reduce", None, [ctypes.POINTER(_Call), *[c_void_p] * 8, c_int]),
