@@ -84,3 +84,8 @@ def test_json_round_trip(per: Granularity) -> None:
 def test_from_dict_of_the_wrong_kind() -> None:
     with pytest.raises(ValueError, match="'token'"):
         PerToken.from_dict(PerTensor().to_dict())
+
+
+@pytest.mark.parametrize("per", inputs.PERS, ids=str)
+def test_numbers_make_the_same_again(per: object) -> None:
+    assert type(per)(*per.numbers) == per

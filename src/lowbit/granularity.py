@@ -93,6 +93,11 @@ class Granularity(TaggedRecord, tag="per"):
         raise NotImplementedError
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """The fields, in order: ``type(per)(*per.numbers) == per``"""
+        return ()
+
+    @property
     def splits(self) -> bool:
         """Whether the split shape differs from the shape."""
         return False
@@ -129,6 +134,10 @@ class PerChannel(Granularity, kind="channel"):
 
     def __post_init__(self) -> None:
         check_integer("axis", self.axis, -64, 63)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (self.axis,)
 
     def fits_scale(self, shape: Sequence[int]) -> bool:
         return len(shape) == 1
@@ -194,6 +203,10 @@ class PerGroup(Granularity, kind="group"):
     def __post_init__(self) -> None:
         check_integer("size", self.size, 1)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (self.size,)
+
     def scale_shape(self, shape: Sequence[int]) -> Shape:
         return self.split_shape(shape)[:-1]
 
@@ -226,6 +239,10 @@ class PerBlock(Granularity, kind="block"):
     def __post_init__(self) -> None:
         check_integer("rows", self.rows, 1)
         check_integer("columns", self.columns, 1)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.rows, self.columns
 
     def scale_shape(self, shape: Sequence[int]) -> Shape:
         *leading, down, _, across, _ = self.split_shape(shape)

@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import inputs
 import lowbit.functional as F
 from compare import assert_same_bits
-from lowbit import Grid, PerBlock, PerChannel, PerGroup, PerTensor, PerToken, SteKind
-from lowbit.functional.statistics import params_from_data
+from lowbit import FakeQuantize, Grid, PerBlock, PerChannel, PerGroup, PerTensor, PerToken, SteKind
+from lowbit.functional.statistics import abs_max, params_from_data
+from lowbit.granularity import Granularity
+from lowbit.kernels import plan
 
 Op = Callable[[torch.Tensor], torch.Tensor]
 GRID = Grid(4)
@@ -237,3 +240,66 @@ def test_no_gradient_asked_for_none_given(device: torch.device) -> None:
     assert not F.fake_quantize(x, scale).requires_grad
     with torch.no_grad():
         assert not F.fake_quantize(x.requires_grad_(), scale.requires_grad_()).requires_grad
+
+
+def ops_of(function: Callable[..., object], *args: torch.Tensor) -> set[str]:
+    """The names of the ops in what torch.compile traced."""
+    recorded = EagerAndRecordGraphs()
+    torch.compiler.reset()
+    torch.compile(function, backend=recorded, fullgraph=True)(*args)
+    modules = [module for graph in recorded.graphs for module in graph.modules() if hasattr(module, "graph")]
+    return {str(node.target) for module in modules for node in module.graph.nodes}
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch says that compiling is exporting")
+def test_compiled_cpu_code_calls_the_native_kernel() -> None:
+    x, scale = torch.randn(4, 8, requires_grad=True), torch.tensor(0.1)
+    assert "lowbit.kernel" in ops_of(lambda x: F.fake_quantize(x, scale), x)
+    assert "lowbit.kernel" in ops_of(lambda x: abs_max(x, PerChannel(1)), x)
+    with plan.prefer("reference"):
+        assert "lowbit.kernel" not in ops_of(lambda x: F.fake_quantize(x, scale), x)
+
+
+@pytest.mark.parametrize("per", [PerTensor(), PerChannel(0), PerToken(), PerGroup(2)], ids=str)
+@pytest.mark.parametrize("name", ["transposed", "strided", "expanded", "channels_last"])
+def test_compiled_code_keeps_the_strides(name: str, per: Granularity) -> None:
+    x = inputs.tensors(torch.float32, torch.device("cpu"))[name]
+    scale, _ = inputs.params(x, per, GRID, affine=False)
+    results = []
+    for compiled in (True, False):
+        torch.compiler.reset()
+        leaf = x.detach().requires_grad_()
+        function = torch.compile(F.fake_quantize, fullgraph=True) if compiled else F.fake_quantize
+        y = function(leaf, scale, grid=GRID, per=per)
+        results.append((y, *torch.autograd.grad(y, leaf, torch.ones_like(y))))
+    for actual, expected in zip(*results, strict=True):
+        assert_same_bits(actual, expected)
+        assert actual.stride() == expected.stride()
+
+
+def test_compiled_vmap_and_export_trace_the_reference() -> None:
+    x, scale = torch.randn(3, 4, 8), torch.tensor(0.1)
+    torch.compiler.reset()
+    mapped = torch.compile(torch.func.vmap(lambda x: F.fake_quantize(x, scale)), fullgraph=True)
+    assert_same_bits(mapped(x), F.fake_quantize(x, scale))
+    exported = torch.export.export(FakeQuantize(8, scale=0.1).eval(), (x,))
+    assert not any("lowbit" in str(node.target) for node in exported.graph.nodes)
+
+
+def test_a_compiled_public_backward_is_differentiable() -> None:
+    torch.compiler.reset()
+    x, scale = torch.randn(4, 8, requires_grad=True), torch.tensor(0.5)
+    compiled = torch.compile(F.fake_quantize_backward, fullgraph=True)
+    for function in (F.fake_quantize_backward, compiled):
+        dx = function(torch.ones(4, 8), x, scale, ste=SteKind.TANH)
+        (second,) = torch.autograd.grad(dx.sum(), x)
+        assert second.abs().sum() > 0
+
+
+def test_a_compiled_grad_transform_is_refused() -> None:
+    """torch would differentiate the rounding itself, and give 0."""
+    torch.compiler.reset()
+    gradient = torch.func.grad(lambda x: F.fake_quantize(x, torch.tensor(0.5)).sum())
+    assert (gradient(torch.ones(3)) == 1).all()
+    with pytest.raises(Exception, match="compile the loss and call"):
+        torch.compile(gradient, fullgraph=True)(torch.ones(3))

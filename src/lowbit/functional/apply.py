@@ -15,6 +15,21 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     torch looks for defaults among the arguments on every call, which takes longer than a kernel on a small tensor;
     in plain eager mode this goes straight to what runs after that.
     """
+    if torch.compiler.is_compiling() and _is_inside_grad():
+        raise RuntimeError(
+            "torch.compile of torch.func.grad differentiates the forward of an autograd Function and never calls its "
+            "backward, so that every rounding has gradient 0; compile the loss and call torch.func.grad outside"
+        )
     if is_traced(args[0]):
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def _is_inside_grad() -> bool:
+    functorch = torch._C._functorch  # noqa: SLF001 (torch has no public name for this)
+    stack = functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() == functorch.TransformType.Grad for interpreter in stack)
+
+
+# Settled at trace time (see division.py).
+_is_inside_grad._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001

@@ -64,9 +64,17 @@ class _Dequantize(torch.autograd.Function):
 
 
 def _quantize_backward(
-    grad_output: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, grid: Grid, per: Granularity
+    grad_output: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    grid: Grid,
+    per: Granularity,
+    *,
+    differentiable: bool = False,
 ) -> Tensor:
-    return plan.run("quantize_backward", x, grad_output, x, scale, zero_point, grid=grid, per=per)
+    args = grad_output, x, scale, zero_point
+    return plan.run("quantize_backward", x, *args, grid=grid, per=per, differentiable=differentiable)
 
 
 def _dequantize_backward(grad_output: Tensor, scale: Tensor, per: Granularity, dtype: torch.dtype) -> Tensor:
@@ -116,7 +124,7 @@ def quantize_backward(
     """
     scale, zero_point = check_params(x, scale, zero_point, grid, per)
     check_grad(grad_output, x)
-    return _quantize_backward(grad_output, x, scale, zero_point, grid, per)
+    return _quantize_backward(grad_output, x, scale, zero_point, grid, per, differentiable=True)
 
 
 def dequantize(

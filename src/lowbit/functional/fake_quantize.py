@@ -65,8 +65,11 @@ def _backward(
     grid: Grid,
     per: Granularity,
     ste: SteKind,
+    *,
+    differentiable: bool = False,
 ) -> Tensor:
-    return plan.run("fake_quantize_backward", x, grad_output, x, scale, zero_point, grid=grid, per=per, ste=ste)
+    args = grad_output, x, scale, zero_point
+    return plan.run("fake_quantize_backward", x, *args, grid=grid, per=per, ste=ste, differentiable=differentiable)
 
 
 def fake_quantize(
@@ -119,4 +122,4 @@ def fake_quantize_backward(
     check_ste(ste)
     scale, zero_point = check_params(x, scale, zero_point, grid, per)
     check_grad(grad_output, x)
-    return _backward(grad_output, x, scale, zero_point, grid, per, ste)
+    return _backward(grad_output, x, scale, zero_point, grid, per, ste, differentiable=True)

@@ -419,3 +419,6 @@ _KERNELS: dict[str, Callable[[Signature], Callable[..., Any]]] = {
     "abs_max": lambda signature: _statistic(signature, _ABS_MAX, 1),
     "min_max": lambda signature: _statistic(signature, _MIN_MAX, 2),
 }
+
+# The ops that are not left to torch.
+SERVED = frozenset(_KERNELS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit import granularity
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
 from lowbit.kernels import native, reference
@@ -233,18 +234,118 @@ def run(
     grid: Grid = Grid(8),
     per: Granularity = PerTensor(),
     ste: SteKind = SteKind.CLIPPED_IDENTITY,
+    differentiable: bool = False,
     **options: Any,
 ) -> Any:
     """Select and run in one call, as ``lowbit.functional`` does.
 
     The reference runs where its trace is wanted: under torch.compile or another tracer, for tensors that are not
-    plain, and where the result must itself be differentiable (a second derivative).
+    plain, and where the result must itself be differentiable (a second derivative; ``differentiable``: a call outside
+    of any autograd Function). A compiler of CPU code gets the native kernel as an op of its own: it would not fuse
+    the reference into anything as fast.
     """
+    if torch.compiler.is_compiling():
+        if not differentiable and _is_opaque(op, like):
+            return _run_opaque(op, like, args, grid, per, ste, options)
+        return _run_reference(op, args, grid, per, ste, options)
     if is_traced(like) or (torch.is_grad_enabled() and _requires_grad(args)):
-        records = {"grid": grid, "per": per, "ste": ste}
-        return getattr(reference, op)(*args, **{name: records[name] for name in OPS[op].records}, **options)
+        return _run_reference(op, args, grid, per, ste, options)
     plan = _select(op, like.shape, like.stride(), like.dtype, like.device, grid, per, ste, _candidates)
     return plan.run(*args, **options)
+
+
+def _run_reference(
+    op: str, args: tuple[Any, ...], grid: Grid, per: Granularity, ste: SteKind, options: dict[str, Any]
+) -> Any:
+    records = {"grid": grid, "per": per, "ste": ste}
+    return getattr(reference, op)(*args, **{name: records[name] for name in OPS[op].records}, **options)
+
+
+def _is_opaque(op: str, like: Tensor) -> bool:
+    """Whether compiled code should call the native kernel instead of tracing the reference."""
+    return (
+        like.device.type == "cpu"
+        and "native" in _candidates
+        and op in native.SERVED
+        and "x" in OPS[op].tensors
+        and not torch.compiler.is_exporting()
+        and _can_be_opaque()
+    )
+
+
+def _can_be_opaque() -> bool:
+    """Native kernels are there, and no function transform, to which the op would have no rule."""
+    return not _absence("native") and not torch._C._are_functorch_transforms_active()  # noqa: SLF001
+
+
+# Settled at trace time (see division.py).
+_can_be_opaque._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _run_opaque(
+    op: str, like: Tensor, args: tuple[Any, ...], grid: Grid, per: Granularity, ste: SteKind, options: dict[str, Any]
+) -> Any:
+    numbers = [grid.bits, int(grid.signed), int(grid.narrow), *per.numbers]
+    results = torch.ops.lowbit.kernel(
+        op,
+        list(args),
+        numbers,
+        type(per).__name__,
+        ste.value,
+        options.get("dtype"),
+        options.get("method"),
+    )
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+@torch.library.custom_op("lowbit::kernel", mutates_args=())
+def _kernel(
+    op: str,
+    args: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    per: str,
+    ste: str,
+    dtype: torch.dtype | None,
+    method: str | None,
+) -> list[Tensor]:
+    like = args[OPS[op].tensors.index("x")]
+    assert like is not None
+    records, options = _decode(tuple(numbers), per, ste), _options(dtype, method)
+    plan = _select(op, like.shape, like.stride(), like.dtype, like.device, *records, _ALL)
+    results = plan.run(*args, **options)
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+@_kernel.register_fake
+def _(
+    op: str,
+    args: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    per: str,
+    ste: str,
+    dtype: torch.dtype | None,
+    method: str | None,
+) -> list[Tensor]:
+    like = args[OPS[op].tensors.index("x")]
+    assert like is not None
+    results = _run_reference(op, tuple(args), *_decode(tuple(numbers), per, ste), _options(dtype, method))
+    results = results if isinstance(results, tuple) else (results,)
+    # As kernels make them: in the strides of the input.
+    return [
+        torch.empty_like(like, dtype=result.dtype) if result.shape == like.shape else torch.empty_like(result)
+        for result in results
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _decode(numbers: tuple[int, ...], per: str, ste: str) -> tuple[Grid, Granularity, SteKind]:
+    bits, signed, narrow, *fields = numbers
+    return Grid(bits, bool(signed), bool(narrow)), getattr(granularity, per)(*fields), SteKind(ste)
+
+
+def _options(dtype: torch.dtype | None, method: str | None) -> dict[str, Any]:
+    options = {"dtype": dtype, "method": method}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _requires_grad(args: tuple[Any, ...]) -> bool:
