@@ -20,7 +20,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
             "torch.compile of torch.func.grad differentiates the forward of an autograd Function and never calls its "
             "backward, so that every rounding has gradient 0; compile the loss and call torch.func.grad outside"
         )
-    if is_traced(args[0]):
+    if is_traced(*args):
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowbit.granularity import Granularity
 from lowbit.grid import Grid
+from lowbit.kernels.plan import is_traced
 from lowbit.kernels.precision import math_dtype
 from lowbit.record import check_number
 from lowbit.ste import SteKind
@@ -145,8 +146,9 @@ def check_params(
 
     What shapes, dtypes and devices decide is decided once: a call like one that passed has only its values checked.
     """
-    key = None if torch.compiler.is_compiling() else _key(x, scale, zero_point, grid, per)
-    if key is None or key not in _passed:
+    key = None if is_traced() else _key(x, scale, zero_point, grid, per)
+    dtype = None if key is None else _passed.get(key)
+    if dtype is None:
         check_float("x", x)
         check_grid(grid)
         check_per(per)
@@ -157,7 +159,7 @@ def check_params(
                 _passed.clear()
         return scale, zero_point
     assert isinstance(scale, Tensor)
-    check_scale_values(scale, _passed[key])
+    check_scale_values(scale, dtype)
     _check_no_gradient(scale)
     if zero_point is not None:
         assert isinstance(zero_point, Tensor)
@@ -187,8 +189,9 @@ def values_are_readable(tensor: Tensor) -> bool:
         tensor.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and type(tensor) in (Tensor, torch.nn.Parameter)
-        # torch has no public name for "inside vmap or torch.func.grad"
+        # torch has no public names for "inside vmap or torch.func.grad" and "inside a dispatch mode"
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001
+        and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001
     )
 
 

@@ -28,6 +28,8 @@ def min_max(x: Tensor, per: Granularity) -> tuple[Tensor, Tensor]:
 def blend(batch: tuple[Tensor, ...], state: list[Tensor], decay: float, grid: Grid) -> tuple[Tensor, ...]:
     """The state of an EMA after a batch: scale and initialized; affine: low, high, scale, zero point, initialized"""
     op = "ema_scale" if len(batch) == 1 else "ema_range"
+    if state[0].dtype == torch.float64:  # a module moved to double
+        batch = tuple(value.double() for value in batch)
     return plan.run(op, batch[0], *batch, *state, decay, grid=grid)
 
 

@@ -117,10 +117,11 @@ INLINE uint16_t to_bfloat(float value) {
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-/* The exponent moves from a bias of 15 to one of 127 by a product, which subnormals survive. */
+/* The exponent moves from a bias of 15 to one of 127; a subnormal is its digits times 2^-24. */
 INLINE float from_half(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, bits = as_bits(as_float((h & 0x7fffu) << 13) * 0x1p112f);
-    bits = bits >= 0x47800000u ? bits | 0x7f800000u : bits; /* 65536 and above: infinity and NaN */
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, size = h & 0x7fffu, bits = (size << 13) + 0x38000000u;
+    bits = size >= 0x7c00u ? bits | 0x7f800000u : bits; /* infinity and NaN */
+    bits = size < 0x0400u ? as_bits((float)(int32_t)size * 0x1p-24f) : bits;
     return as_float(bits | sign);
 }
 

@@ -309,8 +309,8 @@ def _statistic(signature: Signature, reduction: int, results: int) -> Callable[[
 
     def statistic(x: Tensor) -> Any:
         own = memory.arrange(x)
-        found = tuple(torch.empty(shape, dtype=wide) for _ in range(results))
-        partial = torch.empty(room, dtype=torch.float64)
+        found = tuple(torch.empty(shape, dtype=wide, device="cpu") for _ in range(results))
+        partial = torch.empty(room, dtype=torch.float64, device="cpu")
         first, second = found[0].data_ptr(), found[1].data_ptr() if results == 2 else None
         inputs = None, None, own.data_ptr(), None, None
         run(call, *inputs, first, second, partial.data_ptr(), torch.get_num_threads())
@@ -335,9 +335,9 @@ def _learned_backward(signature: Signature) -> Callable[..., tuple[Tensor, Tenso
     ) -> tuple[Tensor, Tensor, Tensor]:
         own, g = memory.arrange(x), memory.arrange(grad_output)
         dx = torch.empty_like(own)
-        ds, dz = torch.empty(shape, dtype=wide), torch.empty(shape, dtype=wide)
+        ds, dz = (torch.empty(shape, dtype=wide, device="cpu") for _ in range(2))
         s, z = _pointers(scale, zero_point, wide)
-        partial = torch.empty(room, dtype=torch.float64)
+        partial = torch.empty(room, dtype=torch.float64, device="cpu")
         inputs = dx.data_ptr(), g.data_ptr(), own.data_ptr(), s.data_ptr(), _address(z)
         results = ds.data_ptr(), dz.data_ptr(), partial.data_ptr()
         run(made(g.dtype, method), *inputs, *results, torch.get_num_threads())
@@ -360,8 +360,8 @@ def _per_batch(signature: Signature) -> Callable[..., tuple[Tensor, Tensor, Tens
 
     def per_batch(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
         own = memory.arrange(x)
-        y, scale = torch.empty_like(own), torch.empty(shape, dtype=wide)
-        zero_point = None if symmetric else torch.empty(shape, dtype=torch.int32)
+        y, scale = torch.empty_like(own), torch.empty(shape, dtype=wide, device="cpu")
+        zero_point = None if symmetric else torch.empty(shape, dtype=torch.int32, device="cpu")
         addresses = y.data_ptr(), own.data_ptr(), scale.data_ptr(), _address(zero_point)
         run(calls[symmetric], *addresses, torch.get_num_threads())
         return memory.restore(y, x), scale, zero_point

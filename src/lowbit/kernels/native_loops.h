@@ -133,6 +133,7 @@ SHARED void NAME(store)(void *to, int type, int64_t at, const M *restrict from, 
         CASE(U8, uint8_t, (uint8_t)(int32_t)from[i])
         CASE(I16, int16_t, (int16_t)(int32_t)from[i])
         CASE(I32, int32_t, (int32_t)from[i])
+        CASE(I64, int64_t, (int64_t)from[i])
 #undef CASE
     }
 }

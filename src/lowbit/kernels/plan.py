@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lowbit import granularity
 from lowbit.granularity import Granularity, PerTensor
@@ -120,7 +121,8 @@ class Plan:
         if not isinstance(arg, Tensor):
             return f"{name} is {type(arg).__name__}, but it must be a Tensor"
         made_for = self.signature
-        shape = made_for.scale_shape if name in PARAMS else made_for.shape
+        by_group = name in PARAMS and "per" in OPS[self.op].records
+        shape = made_for.scale_shape if by_group else made_for.shape
         if tuple(arg.shape) != tuple(shape):
             return f"{name} has shape {tuple(arg.shape)}, but the plan was made for {tuple(shape)}"
         if arg.device != made_for.device:
@@ -248,7 +250,7 @@ def run(
         if not differentiable and _is_opaque(op, like):
             return _run_opaque(op, like, args, grid, per, ste, options)
         return _run_reference(op, args, grid, per, ste, options)
-    if is_traced(like) or (torch.is_grad_enabled() and _requires_grad(args)):
+    if is_traced(*args) or (torch.is_grad_enabled() and _requires_grad(args)):
         return _run_reference(op, args, grid, per, ste, options)
     plan = _select(op, like.shape, like.stride(), like.dtype, like.device, grid, per, ste, _candidates)
     return plan.run(*args, **options)
@@ -313,7 +315,9 @@ def _kernel(
     records, options = _decode(tuple(numbers), per, ste), _options(dtype, method)
     plan = _select(op, like.shape, like.stride(), like.dtype, like.device, *records, _ALL)
     results = plan.run(*args, **options)
-    return list(results) if isinstance(results, tuple) else [results]
+    results = results if isinstance(results, tuple) else (results,)
+    # An op of torch's gives no argument back as its result.
+    return [result.clone() if any(result is arg for arg in args) else result for result in results]
 
 
 @_kernel.register_fake
@@ -328,13 +332,12 @@ def _(
 ) -> list[Tensor]:
     like = args[OPS[op].tensors.index("x")]
     assert like is not None
-    results = _run_reference(op, tuple(args), *_decode(tuple(numbers), per, ste), _options(dtype, method))
+    fixed = tuple(int(number) for number in numbers)  # tracers like to make a second value a symbol
+    results = _run_reference(op, tuple(args), *_decode(fixed, per, ste), _options(dtype, method))
     results = results if isinstance(results, tuple) else (results,)
-    # As kernels make them: in the strides of the input.
-    return [
-        torch.empty_like(like, dtype=result.dtype) if result.shape == like.shape else torch.empty_like(result)
-        for result in results
-    ]
+    groups = [torch.empty(result.shape, dtype=result.dtype, device=like.device) for result in results]
+    # As kernels make them: what is elementwise, which comes first, in the strides of the input.
+    return groups if op in ("abs_max", "min_max") else [torch.empty_like(like, dtype=results[0].dtype), *groups[1:]]
 
 
 @lru_cache(maxsize=4096)
@@ -352,13 +355,26 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
     return any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
 
-def is_traced(tensor: Tensor) -> bool:
-    """Whether someone watches the ops themselves: a compiler, a function transform, a dispatch mode, a subclass."""
-    return (
+def is_traced(*args: Any) -> bool:
+    """Whether someone watches the ops themselves, or a tensor among the arguments is not what its memory says."""
+    if (
         torch.compiler.is_compiling()
-        or type(tensor) not in (Tensor, torch.nn.Parameter)
         # torch has no public names for these
         or torch._C._are_functorch_transforms_active()  # noqa: SLF001
         or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
         or torch._C._get_tracing_state() is not None  # noqa: SLF001
-    )
+        or forward_ad._current_level >= 0  # noqa: SLF001
+    ):
+        return True
+    for arg in args:
+        if isinstance(arg, Tensor) and (
+            type(arg) not in _PLAIN
+            or torch._C._functorch.is_functorch_wrapped_tensor(arg)  # noqa: SLF001
+            or torch._C._functorch.is_legacy_batchedtensor(arg)  # noqa: SLF001
+            or arg.is_neg()
+        ):
+            return True
+    return False
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
