@@ -185,14 +185,7 @@ def _key(x: object, scale: object, zero_point: object, grid: object, per: object
 
 def values_are_readable(tensor: Tensor) -> bool:
     """Whether looking at values costs nothing and changes nothing: a plain CPU tensor in an eager call."""
-    return (
-        tensor.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and type(tensor) in (Tensor, torch.nn.Parameter)
-        # torch has no public names for "inside vmap or torch.func.grad" and "inside a dispatch mode"
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001
-        and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001
-    )
+    return tensor.device.type == "cpu" and not is_traced(tensor)
 
 
 def _check_no_gradient(scale: Tensor) -> None:

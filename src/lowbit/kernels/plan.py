@@ -321,15 +321,8 @@ def _kernel(
 
 
 @_kernel.register_fake
-def _(
-    op: str,
-    args: Sequence[Tensor | None],
-    numbers: Sequence[int],
-    per: str,
-    ste: str,
-    dtype: torch.dtype | None,
-    method: str | None,
-) -> list[Tensor]:
+def _(op: str, args: Sequence[Tensor | None], *encoded: Any) -> list[Tensor]:
+    numbers, per, ste, dtype, method = encoded
     like = args[OPS[op].tensors.index("x")]
     assert like is not None
     fixed = tuple(int(number) for number in numbers)  # tracers like to make a second value a symbol
