@@ -114,7 +114,7 @@ def kernels(case: Case, data: Data) -> Runnable:
             )
 
             def learned_backward(g: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-                dx, ds, _ = back(g, x, scale)
+                dx, ds = back(g, x, scale)
                 return dx, ds * factor
 
             return Runnable(lambda x: run(x, scale), backward=learned_backward)

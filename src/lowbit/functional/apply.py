@@ -8,9 +8,11 @@ import torch
 
 from lowbit.kernels.plan import is_traced
 
+Function = type[torch.autograd.Function]
 
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """function.apply(*args), all arguments given
+
+def apply(function: Function, *args: Any, settled: Function | None = None) -> Any:
+    """function.apply(*args), all arguments given; in plain eager mode ``settled``, where the function has such a form
 
     torch looks for defaults among the arguments on every call, which takes longer than a kernel on a small tensor;
     in plain eager mode this goes straight to what runs after that.
@@ -22,7 +24,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         )
     if is_traced(*args):
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    return super(torch.autograd.Function, settled or function).apply(*args)  # type: ignore[misc]
 
 
 def _is_inside_grad() -> bool:

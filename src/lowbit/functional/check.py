@@ -140,19 +140,26 @@ def check_zero_point_values(zero_point: Tensor, grid: Grid | None) -> Tensor:
 
 
 def check_params(
-    x: Tensor, scale: Tensor | float, zero_point: Tensor | int | None, grid: Grid, per: Granularity
+    x: Tensor,
+    scale: Tensor | float,
+    zero_point: Tensor | int | None,
+    grid: Grid,
+    per: Granularity,
+    *,
+    learned: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """x, scale, zero point, grid and granularity of one call, checked together.
+    """x, scale, zero point, grid and granularity of one call, checked together; those ``learned`` take a gradient.
 
     What shapes, dtypes and devices decide is decided once: a call like one that passed has only its values checked.
     """
-    key = None if is_traced() else _key(x, scale, zero_point, grid, per)
+    key = None if is_traced() else _key(x, scale, zero_point, grid, per, learned)
     dtype = None if key is None else _passed.get(key)
     if dtype is None:
         check_float("x", x)
         check_grid(grid)
         check_per(per)
-        scale, zero_point = check_scale(scale, x, per), check_zero_point(zero_point, x, per, grid)
+        scale = check_scale(scale, x, per, learned=learned)
+        zero_point = check_zero_point(zero_point, x, per, grid, learned=learned)
         if key is not None:
             _passed[key] = math_dtype(x.dtype)
             if len(_passed) > _MOST_PASSED:
@@ -160,10 +167,10 @@ def check_params(
         return scale, zero_point
     assert isinstance(scale, Tensor)
     check_scale_values(scale, dtype)
-    _check_no_gradient(scale)
+    if not learned:
+        _check_no_gradient(scale)
     if zero_point is not None:
-        assert isinstance(zero_point, Tensor)
-        zero_point = check_zero_point_values(zero_point, grid)
+        zero_point = check_zero_point(zero_point, x, per, grid, learned=learned)
     return scale, zero_point
 
 
@@ -171,13 +178,15 @@ _passed: dict[tuple[Any, ...], torch.dtype] = {}
 _MOST_PASSED = 4096
 
 
-def _key(x: object, scale: object, zero_point: object, grid: object, per: object) -> tuple[Any, ...] | None:
+def _key(
+    x: object, scale: object, zero_point: object, grid: object, per: object, learned: bool
+) -> tuple[Any, ...] | None:
     """All of a call that its checks look at, besides the values; None where a plain number is among the tensors."""
     if not (isinstance(x, Tensor) and isinstance(scale, Tensor) and isinstance(grid, Grid)):
         return None
     if not isinstance(per, Granularity):
         return None
-    key = (x.shape, x.dtype, x.device, scale.shape, scale.dtype, scale.device, grid, per)
+    key = (x.shape, x.dtype, x.device, scale.shape, scale.dtype, scale.device, grid, per, learned)
     if zero_point is None:
         return key
     return (*key, zero_point.shape, zero_point.dtype, zero_point.device) if isinstance(zero_point, Tensor) else None

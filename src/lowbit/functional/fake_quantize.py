@@ -41,12 +41,44 @@ class _FakeQuantize(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
+class _Settled(torch.autograd.Function):
+    """What _FakeQuantize does, where no one traces: the forward settles the backward's plan as well.
+
+    While autograd's own thread runs a backward on a GPU, the host waits: there should be nothing left to decide.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        grid: Grid,
+        per: Granularity,
+        ste: SteKind,
+    ) -> Tensor:
+        forward, ctx.plan = plan.settle("fake_quantize", x, grid, per, ste)
+        ctx.grid, ctx.per, ctx.ste = grid, per, ste
+        if ste is not SteKind.IDENTITY:
+            ctx.save_for_backward(x, scale, zero_point)
+        return forward.run(x, scale, zero_point)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.ste is SteKind.IDENTITY:
+            return grad_output, None, None, None, None, None
+        if torch.is_grad_enabled() or is_traced(grad_output):
+            return _FakeQuantize.backward(ctx, grad_output)
+        return ctx.plan.run(grad_output, *ctx.saved_tensors), None, None, None, None, None
+
+
 class _FakeQuantizePerBatch(torch.autograd.Function):
     """Never traced, so that it may keep what it computed on the way: the scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: Grid, per: Granularity, ste: SteKind, symmetric: bool) -> Tensor:
-        y, scale, zero_point = plan.run("fake_quantize_per_batch", x, x, grid=grid, per=per, symmetric=symmetric)
+        forward, ctx.plan = plan.settle("fake_quantize_per_batch", x, grid, per, ste)
+        y, scale, zero_point = forward.run(x, symmetric=symmetric)
         ctx.grid, ctx.per, ctx.ste = grid, per, ste
         if ste is not SteKind.IDENTITY:
             ctx.save_for_backward(x, scale, zero_point)
@@ -54,7 +86,7 @@ class _FakeQuantizePerBatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return *_FakeQuantize.backward(ctx, grad_output)[:1], None, None, None, None
+        return *_Settled.backward(ctx, grad_output)[:1], None, None, None, None
 
 
 def _backward(
@@ -93,7 +125,7 @@ def fake_quantize(
     """
     check_ste(ste)
     scale, zero_point = check_params(x, scale, zero_point, grid, per)
-    return apply(_FakeQuantize, x, scale, zero_point, grid, per, ste)
+    return apply(_FakeQuantize, x, scale, zero_point, grid, per, ste, settled=_Settled)
 
 
 def fake_quantize_per_batch(x: Tensor, *, grid: Grid, per: Granularity, ste: SteKind, symmetric: bool) -> Tensor:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit.functional.apply import apply
-from lowbit.functional.check import check_float, check_grid, check_per, check_scale, check_ste, check_zero_point
+from lowbit.functional.check import check_params, check_ste
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
 from lowbit.kernels import plan
+from lowbit.kernels.plan import is_traced
 from lowbit.record import check_choice, check_flag, check_integer
 from lowbit.scale import nearest_zero_point
 from lowbit.ste import SteKind
@@ -42,21 +45,43 @@ class _LearnedFakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, zero_point = ctx.saved_tensors
-        dx, ds, dz = plan.run(
-            "learned_fake_quantize_backward",
-            x,
-            grad_output,
-            x,
-            scale,
-            _grid_zero_point(zero_point, ctx.grid),
-            grid=ctx.grid,
-            per=ctx.per,
-            ste=ctx.ste,
-            method=ctx.method,
-        )
-        dz = dz * ctx.factor if zero_point is not None and zero_point.is_floating_point() else None
-        return dx, (ds * ctx.factor).to(scale.dtype), dz, None, None, None, None, None
+        records = {"grid": ctx.grid, "per": ctx.per, "ste": ctx.ste}
+        run = partial(plan.run, "learned_fake_quantize_backward", ctx.saved_tensors[0], **records)
+        return _gradients(ctx, grad_output, run)
+
+
+class _Settled(torch.autograd.Function):
+    """What _LearnedFakeQuantize does, where no one traces: the forward settles the backward's plan as well."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        grid: Grid,
+        per: Granularity,
+        ste: SteKind,
+        method: str,
+        factor: float,
+    ) -> Tensor:
+        forward, ctx.plan = plan.settle("learned_fake_quantize", x, grid, per, ste)
+        ctx.grid, ctx.per, ctx.ste, ctx.method, ctx.factor = grid, per, ste, method, factor
+        ctx.save_for_backward(x, scale, zero_point)
+        return forward.run(x, scale, _grid_zero_point(zero_point, grid))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() or is_traced(grad_output):
+            return _LearnedFakeQuantize.backward(ctx, grad_output)
+        return _gradients(ctx, grad_output, ctx.plan.run)
+
+
+def _gradients(ctx: Any, grad_output: Tensor, run: Callable[..., Any]) -> tuple[Tensor | None, ...]:
+    x, scale, zero_point = ctx.saved_tensors
+    dx, ds, *dz = run(grad_output, x, scale, _grid_zero_point(zero_point, ctx.grid), method=ctx.method)
+    learned = dz[0] * ctx.factor if zero_point is not None and zero_point.is_floating_point() else None
+    return dx, (ds * ctx.factor).to(scale.dtype), learned, None, None, None, None, None
 
 
 class _FloorScale(torch.autograd.Function):
@@ -102,16 +127,13 @@ def learned_fake_quantize(
     >>> scale.grad
     tensor(-7.5200)
     """
-    check_float("x", x)
-    check_grid(grid)
-    check_per(per)
     check_ste(ste)
     check_flag("grad_scale", grad_scale)
     check_choice("method", method, ("lsq", "pact"))
-    scale = check_scale(scale, x, per, learned=True)
-    zero_point = check_zero_point(zero_point, x, per, grid, learned=True)
-    factor = _factor(x, grid, per, method, batch_axis)
-    return apply(_LearnedFakeQuantize, x, scale, zero_point, grid, per, ste, method, factor if grad_scale else 1.0)
+    scale, zero_point = check_params(x, scale, zero_point, grid, per, learned=True)
+    factor = _factor(x.shape, grid, per, method, batch_axis)
+    records = grid, per, ste, method, factor if grad_scale else 1.0
+    return apply(_LearnedFakeQuantize, x, scale, zero_point, *records, settled=_Settled)
 
 
 def floor_scale(scale: Tensor, floor: Tensor) -> Tensor:
@@ -122,12 +144,12 @@ def floor_scale(scale: Tensor, floor: Tensor) -> Tensor:
     return apply(_FloorScale, scale, floor)
 
 
-def _factor(x: Tensor, grid: Grid, per: Granularity, method: str, batch_axis: int | None) -> float:
+def _factor(shape: torch.Size, grid: Grid, per: Granularity, method: str, batch_axis: int | None) -> float:
     if batch_axis is not None:
-        check_integer("batch_axis", batch_axis, -x.dim(), x.dim() - 1)
+        check_integer("batch_axis", batch_axis, -len(shape), len(shape) - 1)
     if method == "pact":
         return 1.0 / grid.quant_max**2
-    return 1.0 / math.sqrt(max(per.group_size(x.shape, batch_axis), 1) * grid.quant_max)
+    return 1.0 / math.sqrt(max(per.group_size(shape, batch_axis), 1) * grid.quant_max)
 
 
 def _grid_zero_point(zero_point: Tensor | None, grid: Grid) -> Tensor | None:

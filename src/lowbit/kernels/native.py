@@ -319,29 +319,30 @@ def _statistic(signature: Signature, reduction: int, results: int) -> Callable[[
     return statistic
 
 
-def _learned_backward(signature: Signature) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def _learned_backward(signature: Signature) -> Callable[..., tuple[Tensor, ...]]:
     memory, shape, wide, run = signature.memory, signature.scale_shape, signature.math_dtype, _loaded().reduce
     dtype, reduce = signature.dtype, _reduce(memory, _LEARNED)
     room = 2 * _partials(reduce)
 
     @cache
-    def made(g: torch.dtype, method: str) -> _Call:
+    def made(g: torch.dtype, method: str, two: bool) -> _Call:
         call = _call(signature, wide, signature.ste.value, y=dtype, g=g, x=dtype)
         call.reduction, call.reduce, call.pact = _LEARNED, reduce, method == "pact"
+        call.reduce.two = two
         return call
 
     def backward(
         grad_output: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, method: str = "lsq"
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         own, g = memory.arrange(x), memory.arrange(grad_output)
         dx = torch.empty_like(own)
-        ds, dz = (torch.empty(shape, dtype=wide, device="cpu") for _ in range(2))
+        sums = [torch.empty(shape, dtype=wide, device="cpu") for _ in range(1 if zero_point is None else 2)]
         s, z = _pointers(scale, zero_point, wide)
         partial = torch.empty(room, dtype=torch.float64, device="cpu")
         inputs = dx.data_ptr(), g.data_ptr(), own.data_ptr(), s.data_ptr(), _address(z)
-        results = ds.data_ptr(), dz.data_ptr(), partial.data_ptr()
-        run(made(g.dtype, method), *inputs, *results, torch.get_num_threads())
-        return memory.restore(dx, x), ds, dz
+        results = sums[0].data_ptr(), sums[1].data_ptr() if len(sums) == 2 else None, partial.data_ptr()
+        run(made(g.dtype, method, len(sums) == 2), *inputs, *results, torch.get_num_threads())
+        return memory.restore(dx, x), *sums
 
     return backward
 

@@ -313,7 +313,7 @@ typedef struct {
     ALIGNED M first[BLOCK], second[BLOCK];
 } NAME(Terms);
 
-/* ds = g * slope, dz = -g * s outside the range: the terms of the two sums */
+/* ds = g * slope, dz = -g * s outside the range (where there is a zero point): the terms of the two sums */
 SHARED void NAME(learned_terms)(NAME(Terms) *t, const Call *c, const M *restrict g, const M *restrict x,
                                 const NAME(Params) *p, int64_t n) {
     M quant_min = (M)c->quant_min, quant_max = (M)c->quant_max, s0 = *p->s, z0 = *p->z;
@@ -327,12 +327,16 @@ SHARED void NAME(learned_terms)(NAME(Terms) *t, const Call *c, const M *restrict
         (void)v;                                                                \
         M product = g[i] * slope;                                               \
         first[i] = x[i] == x[i] ? product : 0;                                  \
-        second[i] = above | below ? -g[i] * s : 0;                              \
+    }                                                                           \
+    for (int64_t i = 0; i < (c->reduce.two ? n : 0); i++) {                     \
+        M s = S, low = quant_min - Z, high = quant_max - Z;                     \
+        int outside = (x[i] BELOW low * s) | (x[i] ABOVE high * s);             \
+        second[i] = outside ? -g[i] * s : 0;                                    \
     }
-    if (c->pact && p->uniform) TERMS(s0, z0, <=, >=, (M)0)
-    else if (c->pact) TERMS(each_s[i], each_z[i], <=, >=, (M)0)
-    else if (p->uniform) TERMS(s0, z0, <, >, RINT(v) - v)
-    else TERMS(each_s[i], each_z[i], <, >, RINT(v) - v)
+    if (c->pact && p->uniform) { TERMS(s0, z0, <=, >=, (M)0) }
+    else if (c->pact) { TERMS(each_s[i], each_z[i], <=, >=, (M)0) }
+    else if (p->uniform) { TERMS(s0, z0, <, >, RINT(v) - v) }
+    else { TERMS(each_s[i], each_z[i], <, >, RINT(v) - v) }
 #undef TERMS
 }
 

@@ -256,6 +256,17 @@ def run(
     return plan.run(*args, **options)
 
 
+def settle(op: str, like: Tensor, grid: Grid, per: Granularity, ste: SteKind) -> tuple[Plan, Plan]:
+    """The plans of an op and of its backward, for a tensor like this one, where neither is traced."""
+    return _settle(op, like.shape, like.stride(), like.dtype, like.device, grid, per, ste, _candidates)
+
+
+@lru_cache(maxsize=4096)
+def _settle(op: str, *like_and_records: Any) -> tuple[Plan, Plan]:
+    backward = op.removesuffix("_per_batch") + "_backward"
+    return _select(op, *like_and_records), _select(backward, *like_and_records)
+
+
 def _run_reference(
     op: str, args: tuple[Any, ...], grid: Grid, per: Granularity, ste: SteKind, options: dict[str, Any]
 ) -> Any:

@@ -174,8 +174,8 @@ def learned_fake_quantize_backward(
     per: Granularity,
     ste: SteKind,
     method: str = "lsq",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx = the rule of ``ste``,  ds = sum(g * t),  dz = sum(-g * s) where x lies outside the range
+) -> tuple[Tensor, ...]:
+    """dx = the rule of ``ste``,  ds = sum(g * t);  with a zero point dz = sum(-g * s) where x lies outside the range
 
     lsq:   t = round(x / s) - x / s where lo <= x <= hi, quant_min - z below, quant_max - z above
     pact:  t = quant_min - z where x <= lo, quant_max - z where x >= hi, else 0
@@ -191,6 +191,8 @@ def learned_fake_quantize_backward(
         below, above, inside = split < low * s, split > high * s, v.round() - v
     slope = torch.where(above, high, torch.where(below, low, inside))
     ds = torch.where(split.isnan(), 0, g * slope)
+    if zero_point is None:
+        return dx, _sum(ds, per, scale.shape)
     dz = torch.where(above | below, -g * s, 0)
     return dx, _sum(ds, per, scale.shape), _sum(dz, per, scale.shape)
 

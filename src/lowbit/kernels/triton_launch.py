@@ -61,20 +61,22 @@ class Launch:
         self, function: Any, programs: int, arguments: tuple[Any, ...], warps: int, device: torch.device
     ) -> None:
         self.function, self.programs, self.arguments, self.warps = function, programs, arguments, warps
-        self.index = device.index
+        self.index, self.alone = device.index, device.index is None or torch.cuda.device_count() == 1
         self.compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        if self.index is not None and self.index != torch.cuda.current_device():
-            with torch.cuda.device(self.index):
-                return self._run(tensors)
-        return self._run(tensors)
+        if self.alone or self.index == torch.cuda.current_device():
+            return self._run(tensors)
+        with torch.cuda.device(self.index):
+            return self._run(tensors)
 
     def _run(self, tensors: tuple[Tensor | None, ...]) -> None:
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        unaligned = tuple([bool(pointer and pointer % 16) for pointer in pointers])
-        key = (unaligned, tuple([None if tensor is None else tensor.dtype for tensor in tensors]))
-        run = self.compiled.get(key)
+        pointers: list[Any] = []
+        kinds = []
+        for tensor in tensors:
+            pointers.append(None if tensor is None else tensor.data_ptr())
+            kinds.append(None if tensor is None else (tensor.dtype, pointers[-1] % 16 == 0))
+        run = self.compiled.get(key := tuple(kinds))
         hooks = knobs.runtime.launch_enter_hook  # a profiler's
         if run is not None and not getattr(hooks, "calls", hooks):
             run(pointers)
@@ -156,7 +158,7 @@ def _backward(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
 
 
 def _learned_backward(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
-    """(grad_output, x, scale, zero_point=None, *, method="lsq") -> dx, ds, dz"""
+    """(grad_output, x, scale, zero_point=None, *, method="lsq") -> dx, ds; dz too where there is a zero point"""
     memory, own, wide, shape = signature.memory, signature.dtype, signature.math_dtype, signature.scale_shape
     tiling = plan_tiles(signature, reduces=True)
     launches = {method: _map(signature, kernels, method, tiling) for method in ("lsq", "pact")}
@@ -164,7 +166,7 @@ def _learned_backward(signature: Signature, kernels: Kernels) -> Callable[..., A
 
     def run(
         grad_output: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, method: str = "lsq"
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         dx = memory.empty(own, x.device)
         ds, dz = (torch.empty(shape, dtype=wide, device=x.device) for _ in range(2))
         sums = (ds, dz) if tiling.complete else _partials(tiling, 2, wide, x.device)
@@ -172,7 +174,7 @@ def _learned_backward(signature: Signature, kernels: Kernels) -> Callable[..., A
         launches[method](dx, *tensors, *sums)
         if not tiling.complete:
             finish(ds, dz, *sums)
-        return memory.restore(dx, x), ds, dz
+        return (memory.restore(dx, x), ds) if zero_point is None else (memory.restore(dx, x), ds, dz)
 
     return run
 
