@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.functional import fake_quantize, fake_quantize_backward, learned_fake_quantize
@@ -13,6 +14,7 @@ from lowbit.functional.fake_quantize import fake_quantize_per_batch
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
 from lowbit.observers import Observer
+from lowbit.ranks import Ranks
 from lowbit.record import check_flag
 from lowbit.scale import Fixed, Learned, PerBatch, ScaleMode, nearest_zero_point
 from lowbit.scale_state import ScaleState
@@ -29,6 +31,9 @@ class FakeQuantize(ScaleState):
       Fixed; EMA and Learned then start from the first data. PerBatch has no state: its scale and zero point are None.
     - ``signed=None`` is signed if symmetric. A symmetric quantizer has zero point 0.
     - ``observer`` watches the inputs while observing; ``update_params_from_observer`` puts its verdict in place.
+    - ``across_ranks``: in training mode, while observing, statistics are those of the whole batch, of which each rank
+      of ``process_group`` (None: torch.distributed's default) holds a part. Off, or with scales for each row of a
+      batch (PerBatch with PerToken, PerGroup or PerBlock), each rank keeps to its own data.
 
     >>> quantizer = FakeQuantize(bits=4, scale=0.5)
     >>> quantizer(torch.tensor([0.26, -9.0]))
@@ -56,7 +61,8 @@ class FakeQuantize(ScaleState):
         super().__init__(grid, per, symmetric, scale_mode, scale, zero_point)
         self._check_observer(observer)
         self.ste, self.observer = ste, observer
-        self.enabled = self.observing = True
+        self.enabled = self.observing = self.across_ranks = True
+        self.process_group: dist.ProcessGroup | None = None
 
     @classmethod
     def with_defaults(cls, bits: int, symmetric: bool) -> Self:
@@ -77,13 +83,15 @@ class FakeQuantize(ScaleState):
         self._check_input(x)
         if self.training:
             self._take_shape(x)
+        ranks = self._ranks()
         if self.training and self.observing:
-            if self.observer is not None:
-                self.observer.observe(x)
-            self._follow(x)
+            if not _is_recomputing():
+                if self.observer is not None:
+                    self.observer.observe(x, ranks)
+                self._follow(x, ranks)
         elif self.enabled:
             self._check_ready()
-        return self._quantize(x) if self.enabled else x
+        return self._quantize(x, ranks) if self.enabled else x
 
     def backward(self, grad_output: Tensor, x: Tensor) -> Tensor:
         """dx = the rule named by ``ste`` at the current scale; a PerBatch scale is taken from x again."""
@@ -93,7 +101,7 @@ class FakeQuantize(ScaleState):
             return grad_output
         self._check_ready()
         with torch.no_grad():
-            scale, zero_point = self._params(x)
+            scale, zero_point = self._params(x, self._ranks())
             if zero_point is not None:
                 zero_point = nearest_zero_point(zero_point, self.grid)
             return fake_quantize_backward(
@@ -102,7 +110,7 @@ class FakeQuantize(ScaleState):
 
     @torch.no_grad()
     def quantization_noise(self, x: Tensor) -> Tensor:
-        """mean((forward(x) - x)^2), 0 for an empty tensor; changes no state"""
+        """mean((forward(x) - x)^2), 0 for an empty tensor; changes no state, and asks no other rank"""
         self._check_input(x)
         if not self.enabled or x.numel() == 0:
             return torch.zeros((), device=x.device)
@@ -123,18 +131,25 @@ class FakeQuantize(ScaleState):
         return f"{self.bits} bits {ends}, {scheme}, {self.per}, {self.ste.name}, {self.scale_mode}{flags}"
 
     def get_extra_state(self) -> Tensor:
-        """The flags, as a tensor, so that a state_dict holds nothing else."""
-        return torch.tensor([self.enabled, self.observing], dtype=torch.uint8)
+        """The flags and what the state belongs to, as a tensor, so that a state_dict holds nothing else."""
+        return torch.tensor([self.enabled, self.observing, *self._identity()], dtype=torch.int32)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Restore the flags."""
-        self.enabled, self.observing = (bool(flag) for flag in state.tolist())
+        self.enabled, self.observing = (bool(flag) for flag in state.tolist()[:2])
 
-    def _quantize(self, x: Tensor) -> Tensor:
+    def _ranks(self) -> Ranks | None:
+        """The ranks whose data a statistic is taken of; None for this process's own."""
+        by_row = isinstance(self.scale_mode, PerBatch) and (self.per.shape_follows_batch or self.per.splits)
+        if not (self.training and self.observing and self.across_ranks) or by_row:
+            return None
+        return Ranks.of(self.process_group)
+
+    def _quantize(self, x: Tensor, ranks: Ranks | None = None) -> Tensor:
         mode, per, grid, ste = self.scale_mode, self.per, self.grid, self._effective_ste
-        if isinstance(mode, PerBatch) and mode.statistic == "abs_max":
+        if isinstance(mode, PerBatch) and mode.statistic == "abs_max" and ranks is None:
             return fake_quantize_per_batch(x, grid=grid, per=per, ste=ste, symmetric=self.symmetric)
-        scale, zero_point = self._params(x)
+        scale, zero_point = self._params(x, ranks)
         if not isinstance(mode, Learned):
             return fake_quantize(x, scale, zero_point, grid=grid, per=per, ste=ste)
         return learned_fake_quantize(
@@ -151,7 +166,7 @@ class FakeQuantize(ScaleState):
 
     @property
     def _effective_ste(self) -> SteKind:
-        """A rule that only clips is the identity where the range is the data's own: nothing need be saved."""
+        """A rule that only clips is the identity where the range holds the data: nothing need be saved."""
         mode = self.scale_mode
         own_range = (
             isinstance(mode, PerBatch) and mode.statistic == "abs_max" and (self.grid.signed or not self.symmetric)
@@ -167,3 +182,8 @@ class FakeQuantize(ScaleState):
             raise ValueError(
                 f"observer watches {observer.per}, but this FakeQuantize is {self.per}; give both the same"
             )
+
+
+def _is_recomputing() -> bool:
+    """Inside a backward pass, activation checkpointing runs the forward of a batch already taken in."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # noqa: SLF001

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lowbit.functional import fake_quantize, quantize, quantize_backward
 from lowbit.functional.check import check_float, check_grid, check_per
-from lowbit.functional.statistics import min_max
+from lowbit.functional.statistics import count_finite, min_max
 from lowbit.granularity import Granularity, PerChannel, PerTensor
 from lowbit.grid import Grid
+from lowbit.ranks import Ranks
 from lowbit.record import check_choice, check_finite, check_flag, check_integer
 from lowbit.scale import EMA, NotCalibratedError, affine_params, symmetric_scale
 
@@ -47,17 +48,20 @@ class Observer(nn.Module, ABC):
             self.register_buffer(name, torch.empty(0, dtype=dtype))
 
     @torch.no_grad()
-    def observe(self, x: Tensor) -> None:
-        """Take the values of ``x`` into the statistics."""
+    def observe(self, x: Tensor, ranks: Ranks | None = None) -> None:
+        """Take the values of ``x`` into the statistics; with ``ranks``, those of every rank's ``x``."""
         check_float("x", x)
         self._take_shape(x)
         x = x.detach()
-        split = self.per.split(x)
-        finite = split.isfinite()
-        self.nonfinite += (~finite).sum()
-        fresh = self.per.reduce(torch.sum, finite.long())
+        fresh = count_finite(x, self.per)
+        nonfinite = x.numel() - fresh.sum()
         low, high = min_max(x, self.per)
-        self._update(x, low.to(self.low.dtype), high.to(self.high.dtype), fresh > 0)
+        if ranks is not None:
+            low, high = ranks.range(low, high, fresh > 0)
+            counts = ranks.sum(torch.cat([fresh.flatten(), nonfinite.flatten()]))
+            fresh, nonfinite = counts[:-1].reshape(fresh.shape), counts[-1]
+        self.nonfinite += nonfinite
+        self._update(x, low.to(self.low.dtype), high.to(self.high.dtype), fresh > 0, ranks)
         self.count += fresh
 
     def _widen(self, low: Tensor, high: Tensor, has_data: Tensor) -> None:
@@ -66,8 +70,11 @@ class Observer(nn.Module, ABC):
         self.high.copy_(torch.where(has_data, torch.where(first, high, torch.maximum(self.high, high)), self.high))
 
     @abstractmethod
-    def _update(self, x: Tensor, low: Tensor, high: Tensor, has_data: Tensor) -> None:
-        """Blend in a batch whose groups range from low to high; groups without data stay as they are."""
+    def _update(self, x: Tensor, low: Tensor, high: Tensor, has_data: Tensor, ranks: Ranks | None) -> None:
+        """Blend in a batch whose groups range from low to high; groups without data stay as they are.
+
+        x is this rank's part of the batch, the rest of the arguments are of all ``ranks``.
+        """
 
     def quant_params(self, grid: Grid, symmetric: bool) -> tuple[Tensor, Tensor]:
         """The scale (float32) and zero point (int32) that fit what was observed."""
@@ -136,7 +143,7 @@ class Observer(nn.Module, ABC):
 class MinMax(Observer):
     """low = min of all x,  high = max of all x"""
 
-    def _update(self, x: Tensor, low: Tensor, high: Tensor, has_data: Tensor) -> None:
+    def _update(self, x: Tensor, low: Tensor, high: Tensor, has_data: Tensor, ranks: Ranks | None) -> None:
         self._widen(low, high, has_data)
 
 
@@ -147,7 +154,7 @@ class MovingAverage(Observer):
         super().__init__(per)
         self.decay = EMA(decay).decay
 
-    def _update(self, x: Tensor, low: Tensor, high: Tensor, has_data: Tensor) -> None:
+    def _update(self, x: Tensor, low: Tensor, high: Tensor, has_data: Tensor, ranks: Ranks | None) -> None:
         first = self.count == 0
         for state, batch in ((self.low, low), (self.high, high)):
             blended = torch.where(first, batch, self.decay * state + (1 - self.decay) * batch)
@@ -199,7 +206,7 @@ class Histogram(Observer):
     def _state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape, self.bins) if name == "counts" else shape
 
-    def _update(self, x: Tensor, low: Tensor, high: Tensor, has_data: Tensor) -> None:
+    def _update(self, x: Tensor, low: Tensor, high: Tensor, has_data: Tensor, ranks: Ranks | None) -> None:
         self._widen(low, high, has_data)
         self._grow(torch.maximum(low.abs(), high.abs()).double())
         split = self.per.split(x).double()
@@ -209,7 +216,9 @@ class Histogram(Observer):
         bin_ = torch.where(finite, split / limit * half, 0).floor().long().clamp(-half, half - 1) + half
         groups = torch.arange(self.count.numel(), device=x.device).reshape(self.count.shape)
         index = self.per.spread(groups, split) * self.bins + bin_
-        self.counts.view(-1).scatter_add_(0, index.flatten(), finite.flatten().long())
+        counts = torch.zeros_like(self.counts)
+        counts.view(-1).scatter_add_(0, index.flatten(), finite.flatten().long())
+        self.counts += counts if ranks is None else ranks.sum(counts)  # with one limit on all ranks, bins agree
 
     def _grow(self, reach: Tensor) -> None:
         """Double ``limit`` until it holds ``reach``; bin b of 2^k-fold wider bins is floor((b - half) / 2^k) + half."""

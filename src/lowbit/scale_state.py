@@ -28,7 +28,9 @@ from lowbit.functional.statistics import (
 )
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
+from lowbit.kernels.plan import is_traced
 from lowbit.observers import keep_full_precision, restore_dtypes
+from lowbit.ranks import Ranks
 from lowbit.scale import (
     EMA,
     Learned,
@@ -107,6 +109,34 @@ class ScaleState(nn.Module):
             getattr(self, name).copy_(value)
         self._started = True
 
+    @torch.no_grad()
+    def start(self, x: Tensor) -> None:
+        """Take scale and zero point from x, as if it were the first data; PerBatch has nothing to start."""
+        mode = self.scale_mode
+        if isinstance(mode, PerBatch):
+            return
+        self._resize(self.per.scale_shape(x.shape))
+        if not isinstance(mode, EMA | Learned):
+            scale, zero_point = params_from_data(x, grid=self.grid, per=self.per, symmetric=self.symmetric)
+            self.update_params(scale, 0 if zero_point is None else zero_point)
+            return
+        self.initialized.zero_()
+        self._started = False
+        if not (isinstance(mode, Learned) and mode.method == "pact"):
+            self._follow(x)
+
+    @torch.no_grad()
+    def params(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scale and zero point (None for 0) that quantize x as things are; nothing is taken in."""
+        self._check_ready()
+        scale, zero_point = self._params(x)
+        return scale, None if zero_point is None else nearest_zero_point(zero_point, self.grid)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the state holds a scale; PerBatch and Fixed always do."""
+        return self._is_ready()
+
     def float_range(self) -> tuple[Tensor, Tensor]:
         """lo, hi = (quant_min - z) * s, (quant_max - z) * s"""
         if isinstance(self.scale_mode, PerBatch):
@@ -161,7 +191,7 @@ class ScaleState(nn.Module):
             with torch.inference_mode(False):  # state must outlive the mode it was made in
                 grown = tensor.detach().expand(shape).clone()
             if isinstance(tensor, nn.Parameter):
-                _refuse_to_compile()
+                _refuse_where_shapes_are_settled()
                 tensor.data = grown  # the optimizer may hold it already
             else:
                 setattr(self, name, grown)
@@ -171,37 +201,45 @@ class ScaleState(nn.Module):
             self._resize(self.per.scale_shape(x.shape))
 
     @torch.no_grad()
-    def _follow(self, x: Tensor) -> None:
-        """Take x into the state: an EMA on every call, a learned scale at its start."""
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # noqa: SLF001
-            return  # inside a backward pass: activation checkpointing runs the forward of a batch already taken in
+    def _follow(self, x: Tensor, ranks: Ranks | None = None) -> None:
+        """Take x into the state: an EMA on every call, a learned scale at its start.
+
+        With ``ranks``, x is this rank's part of a batch, and every rank's state follows the whole batch.
+        """
         if isinstance(self.scale_mode, EMA):
-            self._blend(x, self.scale_mode.decay)
-        elif isinstance(self.scale_mode, Learned) and not self._is_ready():
-            self._start(x, self.scale_mode.method)
-        if x.numel() > 0:
+            self._blend(x, self.scale_mode.decay, ranks)
+        elif isinstance(self.scale_mode, Learned) and not self._has_started(ranks):
+            self._start(x, self.scale_mode.method, ranks)
+        if x.numel() > 0 or ranks is not None:
             self._started = True
 
-    def _blend(self, x: Tensor, decay: float) -> None:
+    def _has_started(self, ranks: Ranks | None) -> bool:
+        if ranks is not None and not self._started and not is_traced(self.initialized):
+            # The state may have come from another rank. All must agree, or some would wait for others for ever: so
+            # this reads the value, even from a GPU, until there is a scale.
+            self._started = bool(self.initialized.any())
+        return self._is_ready()
+
+    def _blend(self, x: Tensor, decay: float, ranks: Ranks | None) -> None:
         """state = decay * state + (1 - decay) * batch, for groups with data; a group's first data is copied in"""
-        batch = (abs_max(x, self.per),) if self.symmetric else min_max(x, self.per)
+        batch = (abs_max(x, self.per, ranks),) if self.symmetric else min_max(x, self.per, ranks)
         names = ("scale", "initialized") if self.symmetric else ("low", "high", "scale", "zero_point", "initialized")
         state = [getattr(self, name) for name in names]
         for held, new in zip(state, blend(batch, state, decay, self.grid), strict=True):
             held.copy_(new)
 
-    def _start(self, x: Tensor, method: str) -> None:
+    def _start(self, x: Tensor, method: str, ranks: Ranks | None) -> None:
         """The first value of a learned scale; a group without data starts at the mean of the others"""
-        has_data = abs_max(x, self.per) > 0
+        has_data = abs_max(x, self.per, ranks) > 0
         zero_point = self.zero_point
         if not self.symmetric and method == "lsq+":
-            scale, zero_point = least_error_params(x, grid=self.grid, per=self.per)
+            scale, zero_point = least_error_params(x, grid=self.grid, per=self.per, ranks=ranks)
         elif not self.symmetric:
-            scale, zero_point = affine_params(*min_max(x, self.per), self.grid)
+            scale, zero_point = affine_params(*min_max(x, self.per, ranks, with_zero=True), self.grid)
         elif method == "lsq+":
-            scale = lsq_plus_scale(*mean_std(x, self.per), self.grid)
+            scale = lsq_plus_scale(*mean_std(x, self.per, ranks), self.grid)
         else:
-            scale = lsq_scale(mean_abs(x, self.per), self.grid)
+            scale = lsq_scale(mean_abs(x, self.per, ranks), self.grid)
         live = has_data.sum().clamp_min(1)
         scale = torch.where(has_data, scale, divide((scale * has_data).sum(), live))
         self.initialized.copy_(has_data.any())
@@ -209,11 +247,12 @@ class ScaleState(nn.Module):
         self.zero_point.copy_(torch.where(self.initialized, zero_point, self.zero_point))
         self.initial_scale.copy_(self.scale)
 
-    def _params(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _params(self, x: Tensor, ranks: Ranks | None = None) -> tuple[Tensor, Tensor | None]:
         """The scale and zero point (None for 0) that quantize x."""
         if isinstance(self.scale_mode, PerBatch):
+            statistic = self.scale_mode.statistic
             return params_from_data(
-                x, grid=self.grid, per=self.per, symmetric=self.symmetric, statistic=self.scale_mode.statistic
+                x, grid=self.grid, per=self.per, symmetric=self.symmetric, statistic=statistic, ranks=ranks
             )
         shape = self.per.scale_shape(x.shape)
         scale, zero_point = self._state_params()
@@ -305,7 +344,8 @@ class ScaleState(nn.Module):
         error_msgs: list[str],
     ) -> None:
         saved = {name: state_dict[prefix + name] for name in self._group_state() if prefix + name in state_dict}
-        if (problem := self._state_problem(saved)) is not None:
+        problem = self._other_quantizer(state_dict.get(f"{prefix}_extra_state")) or self._state_problem(saved)
+        if problem is not None:
             error_msgs.append(f"{prefix}{problem}")
             return
         if "scale" in saved:
@@ -317,6 +357,28 @@ class ScaleState(nn.Module):
         restore_dtypes(self, dtypes | {"initialized": torch.bool} if "initialized" in saved else dtypes)
         if "initialized" in saved:
             self._started = bool(saved["initialized"].any())
+
+    def _identity(self) -> list[int]:
+        """What a checkpoint's state is the state of, in numbers."""
+        grid, modes, granularities = self.grid, list(ScaleMode.members), list(Granularity.members)
+        kinds = modes.index(self.scale_mode.kind), granularities.index(self.per.kind)
+        return [grid.bits, int(grid.signed), int(grid.narrow), int(self.symmetric), *kinds, *self.per.numbers]
+
+    def _other_quantizer(self, extra_state: Tensor | None) -> str | None:
+        """How the quantizer of a checkpoint differs from this one, in words, or None."""
+        if extra_state is None or extra_state.numel() <= 2:
+            return None
+        bits, signed, narrow, symmetric, mode, per, *numbers = extra_state.tolist()[2:]
+        if [bits, signed, narrow, symmetric, mode, per, *numbers] == self._identity():
+            return None
+        there = Grid(bits, bool(signed), bool(narrow))
+        granularity: Any = list(Granularity.members.values())[per]
+        scheme = {True: "symmetric", False: "affine"}
+        return (
+            f"scale: the checkpoint's quantizer is {there}, {scheme[bool(symmetric)]}, {granularity(*numbers)}, "
+            f"{list(ScaleMode.members)[mode]}, but this one is {self.grid}, {scheme[self.symmetric]}, {self.per}, "
+            f"{self.scale_mode.kind}; prepare the model with the checkpoint's recipe"
+        )
 
     def _state_problem(self, saved: dict[str, Tensor]) -> str | None:
         """Why this state cannot be loaded, in words, or None."""
@@ -362,8 +424,13 @@ def _is_known_nonzero(zero_point: Tensor | int) -> bool:
     return zero_point != 0
 
 
-def _refuse_to_compile() -> None:
+def _refuse_where_shapes_are_settled() -> None:
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "a learned scale cannot start inside torch.compile; run one batch before, or give it a scale"
+        )
+    if nn.parallel.DistributedDataParallel._active_ddp_module is not None:  # noqa: SLF001 (torch has no public name)
+        raise RuntimeError(
+            "a learned scale cannot take its shape inside DistributedDataParallel, which has laid out its gradient; "
+            "run one batch before wrapping the model, or give it a scale"
         )

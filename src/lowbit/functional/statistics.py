@@ -1,4 +1,7 @@
-"""From data to scale and zero point: the statistics kernels and the arithmetic of ``lowbit.scale`` in one call."""
+"""From data to scale and zero point: the statistics kernels and the arithmetic of ``lowbit.scale`` in one call.
+
+With ``ranks``, x is this rank's part of a batch, and the result is that of the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,35 @@ from lowbit.granularity import Granularity
 from lowbit.grid import Grid
 from lowbit.kernels import plan
 from lowbit.kernels.precision import math_dtype
+from lowbit.ranks import Ranks
 from lowbit.scale import affine_params, symmetric_scale
 
 
 @torch.no_grad()
-def abs_max(x: Tensor, per: Granularity) -> Tensor:
+def abs_max(x: Tensor, per: Granularity, ranks: Ranks | None = None) -> Tensor:
     """m[c] = max(abs(x)) over the finite x of group c, 0 where there is none"""
-    return plan.run("abs_max", x, x.detach(), per=per)
+    magnitude = plan.run("abs_max", x, x.detach(), per=per)
+    return magnitude if ranks is None else ranks.max(magnitude)
 
 
 @torch.no_grad()
-def min_max(x: Tensor, per: Granularity) -> tuple[Tensor, Tensor]:
-    """lo[c], hi[c] = min(x), max(x) over the finite x of group c, 0 and 0 where there is none"""
-    return plan.run("min_max", x, x.detach(), per=per)
+def min_max(
+    x: Tensor, per: Granularity, ranks: Ranks | None = None, *, with_zero: bool = False
+) -> tuple[Tensor, Tensor]:
+    """lo[c], hi[c] = min(x), max(x) over the finite x of group c, 0 and 0 where there is none
+
+    ``with_zero``: the caller widens the range to hold 0, so that a rank without data may pass for one with zeros.
+    """
+    low, high = plan.run("min_max", x, x.detach(), per=per)
+    if ranks is None:
+        return low, high
+    return ranks.range(low, high, None if with_zero else count_finite(x, per) > 0)
+
+
+@torch.no_grad()
+def count_finite(x: Tensor, per: Granularity) -> Tensor:
+    """n[c] = how many finite x group c has"""
+    return per.reduce(torch.sum, per.split(x.detach()).isfinite().long())
 
 
 @torch.no_grad()
@@ -34,28 +53,43 @@ def blend(batch: tuple[Tensor, ...], state: list[Tensor], decay: float, grid: Gr
 
 
 @torch.no_grad()
-def mean_abs(x: Tensor, per: Granularity) -> Tensor:
+def mean_abs(x: Tensor, per: Granularity, ranks: Ranks | None = None) -> Tensor:
     """m[c] = mean(abs(x)) over the finite x of group c, 0 where there is none"""
-    return plan.run("mean_abs", x, x.detach(), per=per)
+    mean = plan.run("mean_abs", x, x.detach(), per=per)
+    return mean if ranks is None else ranks.mean(mean, count_finite(x, per))
 
 
 @torch.no_grad()
-def mean_std(x: Tensor, per: Granularity) -> tuple[Tensor, Tensor]:
+def mean_std(x: Tensor, per: Granularity, ranks: Ranks | None = None) -> tuple[Tensor, Tensor]:
     """mu[c], sigma[c] = mean(x), sqrt(mean((x - mu)^2)) over the finite x of group c, 0 and 0 where there is none"""
-    return plan.run("mean_std", x, x.detach(), per=per)
+    mean, std = plan.run("mean_std", x, x.detach(), per=per)
+    if ranks is None:
+        return mean, std
+    count = count_finite(x, per)
+    joint = ranks.mean(mean, count)
+    # A rank's mean((x - mu)^2) is its own variance and how far its own mean lies from that of all.
+    variance = ranks.mean(std.double().square() + (mean.double() - joint.double()).square(), count)
+    return joint, variance.sqrt().to(std.dtype)
 
 
 @torch.no_grad()
-def least_error_params(x: Tensor, *, grid: Grid, per: Granularity, candidates: int = 50) -> tuple[Tensor, Tensor]:
+def least_error_params(
+    x: Tensor, *, grid: Grid, per: Granularity, candidates: int = 50, ranks: Ranks | None = None
+) -> tuple[Tensor, Tensor]:
     """s, z of an affine quantizer: of ``candidates`` shrunken ranges, the one with the least mean((y - x)^2)"""
     x = x.detach().to(math_dtype(x.dtype))
-    low, high = min_max(x, per)
-    best = torch.full_like(low, torch.inf)
-    scale, zero_point = affine_params(low, high, grid)
+    low, high = min_max(x, per, ranks, with_zero=True)
+    losses, params = [], []
     for step in range(candidates, 0, -1):
         s, z = affine_params(low * step / candidates, high * step / candidates, grid)
         error = plan.run("fake_quantize", x, x, s, z, grid=grid, per=per) - x
-        loss = plan.run("mean_abs", x, error * error, per=per)
+        losses.append(plan.run("mean_abs", x, error * error, per=per))
+        params.append((s, z))
+    if ranks is not None:
+        losses = list(ranks.mean(torch.stack(losses), count_finite(x, per)))
+    best = torch.full_like(low, torch.inf)
+    scale, zero_point = affine_params(low, high, grid)
+    for loss, (s, z) in zip(losses, params, strict=True):
         better = loss < best
         scale, zero_point = torch.where(better, s, scale), torch.where(better, z, zero_point)
         best = torch.minimum(loss, best)
@@ -64,10 +98,16 @@ def least_error_params(x: Tensor, *, grid: Grid, per: Granularity, candidates: i
 
 @torch.no_grad()
 def params_from_data(
-    x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool, statistic: str = "abs_max"
+    x: Tensor,
+    *,
+    grid: Grid,
+    per: Granularity,
+    symmetric: bool,
+    statistic: str = "abs_max",
+    ranks: Ranks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """s, z of the current data: symmetric from abs_max or mean_abs (z None), affine from min and max"""
     if not symmetric:
-        return affine_params(*min_max(x, per), grid)
-    magnitude = mean_abs(x, per) if statistic == "mean_abs" else abs_max(x, per)
+        return affine_params(*min_max(x, per, ranks, with_zero=True), grid)
+    magnitude = mean_abs(x, per, ranks) if statistic == "mean_abs" else abs_max(x, per, ranks)
     return symmetric_scale(magnitude, grid), None
