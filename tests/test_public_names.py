@@ -36,7 +36,7 @@ FUNCTIONAL = {
     *("step_quantize", "step_quantize_forward", "k_bit_quantize", "k_bit_quantize_forward"),
     *("affine_k_bit_quantize", "clamp_by_linear"),
     *("round_atgf", "ceil_atgf", "floor_atgf", "clamp_atgf", "step_quantize_atgf", "k_bit_quantize_atgf"),
-    *("fake_quantize", "fake_quantize_backward", "learned_fake_quantize"),
+    *("fake_quantize", "fake_quantize_backward", "learned_fake_quantize", "binarize"),
     *("quantize", "quantize_backward", "dequantize", "dequantize_backward"),
 }
 
@@ -61,6 +61,7 @@ def test_functional() -> None:
         (lowbit.functional.quantize_backward, "grad_output x scale zero_point grid per"),
         (lowbit.functional.dequantize, "q scale zero_point per dtype"),
         (lowbit.functional.dequantize_backward, "grad_output scale per"),
+        (lowbit.functional.binarize, "x per ste"),
         (lowbit.functional.clamp_backward, "grad_output x min_value max_value"),
         (lowbit.functional.clamp_by_linear, "x eps"),
         (

@@ -1,5 +1,6 @@
 """Differentiable ops: each validates once, chooses a plan and defines its backward."""
 
+from lowbit.functional.binary import binarize
 from lowbit.functional.codes import dequantize, dequantize_backward, quantize, quantize_backward
 from lowbit.functional.fake_quantize import fake_quantize, fake_quantize_backward
 from lowbit.functional.learned import learned_fake_quantize
@@ -25,6 +26,7 @@ from lowbit.functional.straight_through import (
 
 __all__ = [
     "affine_k_bit_quantize",
+    "binarize",
     "ceil",
     "ceil_atgf",
     "clamp",
