@@ -1,0 +1,186 @@
+"""Ops: the products, sums and concatenations that a module computes by itself, outside of any layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from lowbit.nn.context import Context
+from lowbit.nn.slots import Slotted
+from lowbit.nn.swap import Swapped
+
+
+class Kind(NamedTuple):
+    """A kind of op: its operands by torch's names, in torch's order; which may be a weight, with its outputs' axis.
+
+    ``joins``: the operands come as one sequence and share a quantizer, which takes the result.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    weight: str = ""
+    output_axis: int = 0
+    first: int = 0
+    joins: bool = False
+
+
+_ADD = Kind("add", ("input", "other"))
+_CAT = Kind("cat", ("tensors",), joins=True)
+_MATMUL = Kind("matmul", ("input", "other"), weight="other", output_axis=-1)
+_BMM = Kind("matmul", ("input", "mat2"), weight="mat2", output_axis=-1)
+_ADDMM = Kind("addmm", ("mat1", "mat2"), weight="mat2", output_axis=-1, first=1)
+_ATTENTION = Kind("attention", ("query", "key", "value"))
+_LINEAR = Kind("linear", ("input", "weight"), weight="weight")
+_CONV = Kind("conv", ("input", "weight"), weight="weight")
+_CONV_TRANSPOSE = Kind("conv_transpose", ("input", "weight"), weight="weight", output_axis=1)
+_POOL = Kind("pool", ("input",))
+
+# ``x += y`` arrives as add_; its result takes x's place, so that a new tensor serves as well.
+KINDS: dict[Callable[..., Any], Kind] = {
+    torch.add: _ADD,
+    Tensor.add: _ADD,
+    Tensor.add_: _ADD,
+    Tensor.__add__: _ADD,
+    Tensor.__radd__: _ADD,
+    Tensor.__iadd__: _ADD,
+    torch.cat: _CAT,
+    torch.concat: _CAT,
+    torch.concatenate: _CAT,
+    torch.matmul: _MATMUL,
+    Tensor.matmul: _MATMUL,
+    Tensor.__matmul__: _MATMUL,
+    torch.bmm: _BMM,
+    Tensor.bmm: _BMM,
+    torch.addmm: _ADDMM,
+    Tensor.addmm: _ADDMM,
+    functional.scaled_dot_product_attention: _ATTENTION,
+    functional.linear: _LINEAR,
+    functional.conv1d: _CONV,
+    functional.conv2d: _CONV,
+    functional.conv3d: _CONV,
+    functional.conv_transpose1d: _CONV_TRANSPOSE,
+    functional.conv_transpose2d: _CONV_TRANSPOSE,
+    functional.conv_transpose3d: _CONV_TRANSPOSE,
+    functional.avg_pool1d: _POOL,
+    functional.avg_pool2d: _POOL,
+    functional.avg_pool3d: _POOL,
+    functional.adaptive_avg_pool1d: _POOL,
+    functional.adaptive_avg_pool2d: _POOL,
+    functional.adaptive_avg_pool3d: _POOL,
+}
+
+
+def not_in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same op, with a new tensor as its result."""
+    return torch.add if function in (Tensor.add_, Tensor.__iadd__) else function
+
+
+def operands(kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The operands of a call, in order; None for one that is missing."""
+    found = []
+    for place, name in enumerate(kind.operands, kind.first):
+        found.append(args[place] if place < len(args) else kwargs.get(name))
+    return list(found[0]) if kind.joins and isinstance(found[0], list | tuple) else found
+
+
+def counts(kind: Kind, found: list[Any]) -> bool:
+    """Whether a call is one of those that are numbered: of float tensors, and for sums of equal shapes."""
+    if not all(isinstance(operand, Tensor) and operand.is_floating_point() for operand in found):
+        return False
+    return kind is not _ADD or found[0].shape == found[1].shape
+
+
+class QuantOp(Slotted):
+    """y = op(q_0(x_0), q_1(x_1), …);  of a concatenation, y = q(op(x_0, x_1, …)), which is one scale for all"""
+
+    can_restart = False
+
+    def __init__(self, kind: Kind, roles: Mapping[str, str]) -> None:
+        super().__init__()
+        self.kind, self.roles = kind, dict(roles)
+
+    def slots(self) -> dict[str, str]:
+        return self.roles
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """function(*args, **kwargs), quantized"""
+        function = not_in_place(function)
+        if self.kind.joins:
+            return self.quantize("result_quantizer", function(*args, **kwargs))
+        places = list(args)
+        for place, name in enumerate(self.kind.operands, self.kind.first):
+            slot = f"{name}_quantizer"
+            if self._modules.get(slot) is None:
+                continue
+            if place < len(places):
+                places[place] = self._operand(slot, places[place])
+            else:
+                kwargs = {**kwargs, name: self._operand(slot, kwargs[name])}
+        return function(*places, **kwargs)
+
+    def _operand(self, slot: str, x: Tensor) -> Tensor:
+        if self.roles[slot] == "weight":
+            return self.quantize_weight(slot, x, self.kind.output_axis % x.dim())
+        return self.quantize(slot, x)
+
+
+class Owner(Swapped):
+    """y = parent(x), with the ops of its own forward quantized: each by its kind and its number in the call"""
+
+    def equip(self, ops: Mapping[str, QuantOp], context: Context) -> None:
+        """Take the ops, by names such as add_0; without any, this only says when a run begins and ends."""
+        if ops:  # a Sequential would take an empty one for one of its own
+            self.register_module("quantized_ops", nn.ModuleDict(ops))
+        self._context = context
+        self._numbers: dict[str, int] = {}
+
+    def strip(self) -> None:
+        """Remove what ``equip`` added."""
+        self._modules.pop("quantized_ops", None)
+        del self._context, self._numbers
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        context = self._context
+        outermost = not context.owners
+        self._numbers.clear()
+        context.owners.append(self)
+        try:
+            if outermost and context.has_ops:
+                with _Watch(context):
+                    return self.float_class.forward(self, *args, **kwargs)
+            return self.float_class.forward(self, *args, **kwargs)
+        finally:
+            context.owners.pop()
+            if outermost:
+                context.close()
+
+    def run_op(self, kind: Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Number the op, and quantize it if it is one of those chosen."""
+        if not counts(kind, operands(kind, args, kwargs)):
+            return function(*args, **kwargs)
+        number = self._numbers.get(kind.name, 0)
+        self._numbers[kind.name] = number + 1
+        ops: Any = self._modules.get("quantized_ops", {})
+        name = f"{kind.name}_{number}"
+        return ops[name].run(function, args, kwargs) if name in ops else function(*args, **kwargs)
+
+
+class _Watch(TorchFunctionMode):
+    """Hands every op to the innermost owner."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context = context
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kind = KINDS.get(func)
+        if kind is None:
+            return func(*args, **(kwargs or {}))
+        return self.context.owners[-1].run_op(kind, func, args, kwargs or {})

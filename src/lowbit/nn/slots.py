@@ -1,0 +1,100 @@
+"""Slotted: a module with named places for quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowbit.granularity import PerBlock, PerGroup, PerToken
+from lowbit.nn.context import Context, Edge
+
+
+class Slotted(nn.Module):
+    """A module with quantizers, each in a slot: the name of a child module, and its role.
+
+    Roles: "weight" (of a parameter), "activation" (of what comes in), "output", and "share" (of values from 0 to 1).
+    """
+
+    integer_bias: bool
+    can_restart = True  # whether slot_weight is known at any time
+
+    def slots(self) -> dict[str, str]:
+        """The role of each quantizer that this module has a place for."""
+        raise NotImplementedError
+
+    def slot_weight(self, slot: str) -> tuple[Tensor, int]:
+        """The tensor that the weight quantizer in this slot takes, and the axis of its outputs."""
+        raise NotImplementedError
+
+    def equip(
+        self,
+        quantizers: Mapping[str, nn.Module | None],
+        *,
+        integer_bias: bool = False,
+        context: Context | None = None,
+    ) -> None:
+        """Put the quantizers in their slots; a slot that is not named stays empty."""
+        for name in quantizers:
+            if name not in self.slots():
+                raise ValueError(f"there is no slot {name!r}; the slots are {', '.join(self.slots())}")
+        for slot in self.slots():
+            self.register_module(slot, quantizers.get(slot))
+        self.integer_bias = integer_bias
+        self._context = context or Context()
+        self._edges: dict[str, tuple[Edge, bool]] = {}
+
+    def strip(self) -> None:
+        """Remove what ``equip`` added."""
+        for slot in self.slots():
+            del self._modules[slot]
+        del self.integer_bias, self._context, self._edges
+
+    def share(self, slot: str, edge: Edge, *, leads: bool) -> None:
+        """The tensor that the quantizer in this slot takes has other consumers."""
+        self._edges[slot] = edge, leads
+
+    def quantize(self, slot: str, x: Tensor) -> Tensor:
+        """x as the quantizer in this slot gives it; x itself where there is none, and where x holds no floats."""
+        quantizer = self._modules[slot]
+        if quantizer is None or not x.is_floating_point():
+            return x
+        if slot in self._edges:
+            edge, leads = self._edges[slot]
+            return edge.quantize(quantizer, x, leads=leads)
+        return quantizer(x)
+
+    def quantize_weight(self, slot: str, weight: Tensor, output_axis: int) -> Tensor:
+        """The quantized weight; scales of groups run over it as one row for each output."""
+        quantizer = self._modules[slot]
+        if quantizer is None or not runs_over_rows(quantizer):
+            return self.quantize(slot, weight)
+        shape = weight.movedim(output_axis, 0).shape
+        return self.quantize(slot, rows(weight, output_axis)).view(shape).movedim(0, output_axis)
+
+    def start_weight(self, slot: str) -> None:
+        """Start the scale of a weight from the weight as it is now."""
+        quantizer: Any = self._modules[slot]
+        weight, axis = self.slot_weight(slot)
+        quantizer.start(rows(weight, axis) if runs_over_rows(quantizer) else weight)
+
+    def is_on(self, slot: str) -> bool:
+        """Whether there is a quantizer in this slot, and enabled."""
+        quantizer: Any = self._modules.get(slot)
+        return quantizer is not None and quantizer.enabled
+
+    def is_active(self, slot: str) -> bool:
+        """Whether a quantizer in this slot is on, or wants to see its data."""
+        quantizer: Any = self._modules.get(slot)
+        return quantizer is not None and (quantizer.enabled or (quantizer.training and quantizer.observing))
+
+
+def runs_over_rows(quantizer: Any) -> bool:
+    """Whether the scales of a weight's quantizer divide the inputs of each output."""
+    return isinstance(quantizer.per, PerGroup | PerBlock | PerToken)
+
+
+def rows(weight: Tensor, output_axis: int) -> Tensor:
+    """A weight as one row for each output."""
+    return weight.movedim(output_axis, 0).flatten(1)
