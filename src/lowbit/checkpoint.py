@@ -1,0 +1,58 @@
+"""Checkpoints: what a prepared model makes of a state_dict that is not its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lowbit.preparation import slotted_modules
+
+
+def guard_loading(model: nn.Module) -> None:
+    """A float checkpoint loads, and starts the scales of weights anew; one of another recipe is an error."""
+    model.register_load_state_dict_pre_hook(_check)
+    model.register_load_state_dict_post_hook(_restart)
+
+
+def unguard_loading(model: nn.Module) -> None:
+    """As before ``guard_loading``."""
+    for hooks, hook in ((model._load_state_dict_pre_hooks, _check), (model._load_state_dict_post_hooks, _restart)):  # noqa: SLF001
+        for key in [key for key, held in hooks.items() if getattr(held, "hook", held) is hook]:
+            del hooks[key]
+
+
+def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    own = _own_state(module, prefix)
+    here = {_layer(key) for key in own}
+    there = {_layer(key) for key in state_dict if key.startswith(prefix) and "_quantizer." in key}
+    if not there:  # a float checkpoint
+        state_dict.update(own)
+        module._lowbit.restarts = True  # type: ignore[union-attr]  # noqa: SLF001
+        return
+    missing, unexpected = sorted(here - there), sorted(there - here)
+    if missing or unexpected:
+        parts = [f"quantized here, but not in the checkpoint: {', '.join(missing)}"] if missing else []
+        parts += [f"quantized in the checkpoint, but not here: {', '.join(unexpected)}"] if unexpected else []
+        raise ValueError(f"the checkpoint is of another recipe; {'; '.join(parts)}")
+
+
+def _restart(module: nn.Module, incompatible_keys: Any) -> None:
+    preparation: Any = module._lowbit  # noqa: SLF001
+    if not preparation.restarts:
+        return
+    preparation.restarts = False
+    for _, holder in slotted_modules(module):
+        for slot, role in holder.slots().items():
+            if role == "weight" and holder._modules.get(slot) is not None and holder.can_restart:  # noqa: SLF001
+                holder.start_weight(slot)
+
+
+def _own_state(module: nn.Module, prefix: str) -> dict[str, Any]:
+    """What the quantizers of the model would save."""
+    return {prefix + key: value for key, value in module.state_dict().items() if "_quantizer." in key}
+
+
+def _layer(key: str) -> str:
+    """The quantizer that a key of the state_dict belongs to."""
+    return key[: key.index("_quantizer.") + len("_quantizer")].replace("quantized_ops.", "")

@@ -1,0 +1,311 @@
+"""Flow: what one run of a float model shows of how its data flows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lowbit.nn.families import family_of
+from lowbit.nn.ops import KINDS, Kind, counts, not_in_place, operands
+
+# What gives no negative value; what gives none if it takes none; and what gives only values that it takes, or zero.
+_NON_NEGATIVE = {"relu", "relu_", "relu6", "sigmoid", "softmax", "hardsigmoid", "abs", "square", "exp", "softplus"}
+_MOVES = {
+    *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "contiguous", "clone", "squeeze", "unsqueeze"),
+    *("__getitem__", "chunk", "split", "detach", "expand", "repeat", "pad", "to", "narrow", "select", "t", "movedim"),
+    *("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    *("pixel_shuffle", "channel_shuffle", "unbind", "roll", "flip", "view_as", "reshape_as", "index_select"),
+}
+_KEEPS_SIGN = _MOVES | {
+    *("dropout", "mean", "sum", "cat", "concat", "stack", "add", "add_", "mul", "mul_", "interpolate", "clamp"),
+    *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
+}
+_KEEPS_GRID = _MOVES | {"relu", "relu_"}
+
+Key = tuple[int, int]
+
+
+class Value(NamedTuple):
+    """What is known of a tensor: the layers it comes from, whether it can be negative, and its last join."""
+
+    sources: frozenset[str] = frozenset()
+    non_negative: bool = False
+    joined: str = ""
+
+
+class Use(NamedTuple):
+    """A tensor that a consumer takes in one of its slots; ``order`` is that of the run."""
+
+    key: Key
+    value: Value
+    order: int
+
+
+@dataclass
+class Site:
+    """An op in the forward of a module: its kind, its number there, and what it takes, by slot."""
+
+    owner: str
+    kind: Kind
+    number: int
+    uses: dict[str, Use]
+    weights: dict[str, Tensor]
+
+    @property
+    def name(self) -> str:
+        """As in ``add_0``."""
+        return f"{self.kind.name}_{self.number}"
+
+
+@dataclass
+class Flow:
+    """All that a run showed. Paths are those of ``named_modules``."""
+
+    uses: dict[str, dict[str, Use]] = field(default_factory=dict)  # of each layer called, by slot
+    sites: list[Site] = field(default_factory=list)
+    folds: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # a layer, and the batch norm that alone takes its output
+    in_place: bool = False  # some module drops the result of an add_, whose effect it wants
+
+
+def trace(model: nn.Module, example_inputs: Any) -> Flow:
+    """Run the model once, in eval mode and without gradients, and watch."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            wanted = call(model, example_inputs)
+            recorder = _Recorder(model)
+            recorder.seed(example_inputs)
+            with recorder.watching():
+                got = call(model, example_inputs)
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+    flow = recorder.flow(got)
+    pairs = zip(tree_leaves(wanted), tree_leaves(got), strict=True)
+    flow.in_place = not all(_same(a, b) for a, b in pairs)
+    return flow
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """model(batch), model(*batch) or model(**batch), by the type of the batch"""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
+        return model(*batch)
+    return model(batch)
+
+
+class _Frame(NamedTuple):
+    path: str
+    call: int
+
+
+@dataclass
+class _Op:
+    stack: tuple[_Frame, ...]
+    kind: Kind
+    found: list[Tensor]
+    keys: list[Key]
+    values: list[Value]
+    result: Key
+    order: int
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.alive: list[Any] = []  # so that no two tensors have one id
+        self.values: dict[Key, Value] = {}
+        self.uses: dict[str, dict[str, Use]] = {}
+        self.calls: Counter[str] = Counter()
+        self.takers: Counter[Key] = Counter()
+        self.made_by: dict[Key, str] = {}
+        self.norms: list[tuple[str, Key, int]] = []
+        self.stack: list[_Frame] = []
+        self.ops: list[_Op] = []
+        self.inside: list[str] = []  # layers that are running: what they compute is their own affair
+
+    def seed(self, inputs: Any) -> None:
+        """What comes in is data; integers and masks are not."""
+        for tensor in _tensors(inputs):
+            self.alive.append(tensor)
+            if tensor.is_floating_point():
+                self.values[_key(tensor)] = Value(frozenset({""}))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = []
+        for path, module in self.model.named_modules():
+            handles.append(module.register_forward_pre_hook(self._entering(path), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leaving(path), with_kwargs=True, always_call=True))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.calls[path] += 1
+            family = family_of(module)
+            if family is not None and not self.inside:
+                taken = family.inputs(args, kwargs)
+                uses = {slot: self._use(x) for slot, x in taken.items() if isinstance(x, Tensor)}
+                self.uses.setdefault(path, uses)
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and args:  # noqa: SLF001
+                self.norms.append((path, _key(args[0]), args[0].dim()))
+            if family is not None:
+                self.inside.append(path)
+            self.stack.append(_Frame(path, self.calls[path]))
+
+        return enter
+
+    def _leaving(self, path: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self.stack.pop()
+            if self.inside and self.inside[-1] == path:
+                self.inside.pop()
+                for tensor in _tensors(output):
+                    self.alive.append(tensor)
+                    self.values[_key(tensor)] = Value(frozenset({path}))
+                    self.made_by[_key(tensor)] = path
+
+        return leave
+
+    def _use(self, x: Tensor) -> Use:
+        self.alive.append(x)
+        return Use(_key(x), self.values.get(_key(x), Value()), len(self.alive))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        taken = _tensors((args, kwargs))
+        keys = [_key(tensor) for tensor in taken]
+        kind = KINDS.get(func)
+        found = operands(kind, args, kwargs) if kind is not None else []
+        numbered = kind is not None and not self.inside and counts(kind, found)
+        before = [_key(operand) for operand in found] if numbered else []
+        # As in a prepared model, where the result of += is a new tensor.
+        result = (not_in_place(func) if numbered else func)(*args, **kwargs)
+        made = _tensors(result)
+        if not made:
+            return result
+        self.alive.extend((taken, made))
+        for key in set(keys):
+            self.takers[key] += 1
+        known = [self.values[key] for key in keys if key in self.values]
+        value = self._derive(getattr(func, "__name__", ""), args, kwargs, known)
+        for tensor in made:
+            self.values[_key(tensor)] = value
+        if numbered:
+            assert kind is not None
+            values = [self.values.get(key, Value()) for key in before]
+            self.ops.append(_Op(tuple(self.stack), kind, found, before, values, _key(made[0]), len(self.alive)))
+            if kind.joins:
+                self.values[_key(made[0])] = value._replace(joined=str(len(self.ops) - 1))
+        return result
+
+    def _derive(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: list[Value]) -> Value:
+        sources = frozenset().union(*(value.sources for value in known)) if known else frozenset()
+        lowest = args[1] if len(args) > 1 else kwargs.get("min_val", kwargs.get("min"))
+        clamps = name in ("hardtanh", "clamp", "clamp_min") and isinstance(lowest, int | float) and lowest >= 0
+        keeps = name in _KEEPS_SIGN and bool(known) and all(value.non_negative for value in known)
+        joined = known[0].joined if name in _KEEPS_GRID and len(known) == 1 else ""
+        return Value(sources, name in _NON_NEGATIVE or clamps or keeps, joined)
+
+    def flow(self, outputs: Any) -> Flow:
+        for tensor in _tensors(outputs):
+            self.takers[_key(tensor)] += 1
+        chosen = [op for op in self.ops if self._is_wanted(op)]
+        owners = {op.stack[-1].path for op in chosen}
+        numbers: Counter[tuple[_Frame, str]] = Counter()
+        sites: dict[tuple[str, str], Site] = {}
+        names: dict[str, str] = {}
+        for index, op in enumerate(self.ops):
+            frame = next((frame for frame in reversed(op.stack) if frame.path in owners), None)
+            if frame is None:
+                continue
+            number = numbers[frame, op.kind.name]
+            numbers[frame, op.kind.name] += 1
+            if any(op is other for other in chosen) and op.stack[-1] == frame:
+                site = self._site(frame.path, number, op)
+                sites.setdefault((frame.path, site.name), site)
+                names[str(index)] = f"{frame.path}.{site.name}".removeprefix(".")
+        return Flow(
+            {path: _named(uses, names) for path, uses in self.uses.items()},
+            [Site(s.owner, s.kind, s.number, _named(s.uses, names), s.weights) for s in sites.values()],
+            list(self._folds()),
+        )
+
+    def _is_wanted(self, op: _Op) -> bool:
+        """Products of data; sums and joins of what came through different layers: those of residual networks."""
+        if op.kind.name in ("add", "cat"):
+            sources = [value.sources for value in op.values]
+            return all(sources) and len(set(sources)) > 1
+        return bool(op.values[0].sources)
+
+    def _site(self, owner: str, number: int, op: _Op) -> Site:
+        if op.kind.joins:
+            uses = {"result_quantizer": Use(op.result, self.values[op.result]._replace(joined=""), op.order)}
+            return Site(owner, op.kind, number, uses, {})
+        uses, weights = {}, {}
+        for name, x, key, value in zip(op.kind.operands, op.found, op.keys, op.values, strict=True):
+            if name == op.kind.weight and not value.sources:
+                weights[f"{name}_quantizer"] = x
+            elif value.sources:
+                uses[f"{name}_quantizer"] = Use(key, value, op.order)
+        return Site(owner, op.kind, number, uses, weights)
+
+    def _folds(self) -> Iterator[tuple[str, str]]:
+        modules = dict(self.model.named_modules())
+        for path, key, dims in self.norms:
+            layer = self.made_by.get(key)
+            if layer is None or self.takers[key] != 1 or self.calls[path] != 1 or self.calls[layer] != 1:
+                continue
+            if can_fold(modules[layer], modules[path], dims):
+                yield layer, path
+
+
+def can_fold(layer: Any, norm: Any, dims: int = 0) -> bool:
+    """Whether a batch norm's channels are the layer's outputs, and its running statistics are kept."""
+    family = family_of(layer)
+    if family is None or not family.folds or norm.running_mean is None:
+        return False
+    outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    grouped = isinstance(layer, nn.modules.conv._ConvTransposeNd) and layer.groups > 1  # noqa: SLF001
+    return outputs == norm.num_features and not grouped and not (isinstance(layer, nn.Linear) and dims > 2)
+
+
+def _named(uses: dict[str, Use], names: dict[str, str]) -> dict[str, Use]:
+    """The same, with the last join by its name; "" where that is not quantized."""
+    return {
+        slot: use._replace(value=use.value._replace(joined=names.get(use.value.joined, "")))
+        for slot, use in uses.items()
+    }
+
+
+def _key(tensor: Tensor) -> Key:
+    with torch._C.DisableTorchFunction():  # noqa: SLF001
+        return id(tensor), 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else True

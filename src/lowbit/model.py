@@ -1,0 +1,183 @@
+"""Whole models: prepare, restore, calibrate, freeze."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lowbit.checkpoint import guard_loading, unguard_loading
+from lowbit.flow import call, trace
+from lowbit.nn.batch_norm import FoldedBatchNorm
+from lowbit.preparation import Builder, Preparation, dismantle, quantizers
+from lowbit.recipe import Recipe
+from lowbit.scale import Learned
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def prepare(model: Model, recipe: Recipe, example_inputs: Any = None, *, inplace: bool = False) -> Model:
+    """The model with the recipe's quantizers in it: a copy, or the model itself
+
+    Every layer keeps its name, its parameters and its class (as a subclass of it), so that checkpoints, optimizers and
+    isinstance work on. ``example_inputs`` is one batch, passed as ``model(b)``, ``model(*b)`` or ``model(**b)`` by its
+    type; it is run once, in eval mode, to see how data flows: convolutions and linear layers with the batch norm that
+    follows (trained folded), residual sums, concatenations, products outside of layers, tensors with several consumers
+    (one quantizer for each), and what can't be negative (which needs no sign). Without it, only what the module tree
+    shows is quantized, and ``summary`` says what that left out.
+
+    Preparing twice with one recipe is preparing once. ``restore`` undoes it.
+
+    >>> import lowbit
+    >>> model = prepare(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), lowbit.recipes.w8a8(), torch.randn(2, 8))
+    >>> model[0].weight_quantizer.bits, model[0].input_quantizer.scale_mode
+    (8, EMA(decay=0.99))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}, but it must be an nn.Module")
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe is {recipe!r} ({type(recipe).__name__}), but it must be a lowbit.Recipe, such as recipes.w8a8()"
+        )
+    earlier = preparation_of(model)
+    if earlier is not None:
+        if earlier.recipe == recipe:
+            return model if inplace else copy.deepcopy(model)
+        raise ValueError("the model is prepared already, by another recipe; call lowbit.restore(model) first")
+    nested = [path for path, module in model.named_modules() if preparation_of(module) is not None]
+    if nested:
+        raise ValueError(f"{nested[0]} is prepared already; restore it first, or leave the model around it as it is")
+    prepared = model if inplace else copy.deepcopy(model)
+    flow = None if example_inputs is None else trace(prepared, example_inputs)
+    preparation = Builder(prepared, recipe, flow).build()
+    object.__setattr__(prepared, "_lowbit", preparation)
+    guard_loading(prepared)
+    for _, _, quantizer in quantizers(prepared):
+        quantizer.train(prepared.training)
+    return prepared
+
+
+def restore(model: Model) -> Model:
+    """The float model again, in place, with the weights that training gave it."""
+    require_preparation(model)
+    dismantle(model)
+    unguard_loading(model)
+    del model.__dict__["_lowbit"]
+    return model
+
+
+def preparation_of(model: nn.Module) -> Preparation | None:
+    """What ``prepare`` did to the model; None where it did nothing."""
+    return model.__dict__.get("_lowbit")
+
+
+def require_preparation(model: nn.Module) -> Preparation:
+    """What ``prepare`` did to the model; a wrapper such as DistributedDataParallel is looked through."""
+    for module in model.modules():
+        if (preparation := preparation_of(module)) is not None:
+            return preparation
+    raise ValueError("the model is not prepared; call lowbit.prepare(model, recipe) first")
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Let the quantizers see data: the model runs in eval mode, in float, while its activation quantizers observe
+
+    A batch is passed as ``model(b)``, ``model(*b)`` or ``model(**b)`` by its type. Afterwards nothing but the state of
+    quantizers has changed. Gives the number of batches.
+    """
+    require_preparation(model)
+    found = [(role, quantizer) for _, role, quantizer in quantizers(model)]
+    count = 0
+    with _flags(model):
+        model.eval()
+        for role, quantizer in found:
+            quantizer.enabled = False
+            quantizer.train(role != "weight")
+            quantizer.observing = role != "weight"
+        for batch in batches:
+            call(model, batch)
+            count += 1
+    if count == 0:
+        raise ValueError("batches is empty; calibrate needs at least one batch")
+    for role, quantizer in found:
+        observer = getattr(quantizer, "observer", None)
+        if observer is not None and role != "weight" and observer.is_calibrated:
+            quantizer.update_params_from_observer()
+    return count
+
+
+@contextmanager
+def _flags(model: nn.Module) -> Iterator[None]:
+    """Modes and flags as they were before."""
+    modes = [(module, module.training) for module in model.modules()]
+    flags = [(quantizer, quantizer.enabled, quantizer.observing) for _, _, quantizer in quantizers(model)]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for quantizer, enabled, observing in flags:
+            quantizer.enabled, quantizer.observing = enabled, observing
+
+
+def freeze(model: Model, *, scales: bool = True, batch_norm: bool = True) -> Model:
+    """Stop every statistic, in place: no scale follows the data any longer, and batch norms use what they have
+
+    Weights and learned scales can still be trained. What is frozen stays so in training mode.
+    """
+    require_preparation(model)
+    for module in model.modules():
+        if batch_norm and isinstance(module, FoldedBatchNorm):
+            module.frozen = True
+    if scales:
+        for _, _, quantizer in quantizers(model):
+            quantizer.observing = False
+    return model
+
+
+@torch.no_grad()
+def estimate_batch_norm(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Running statistics anew, as the mean over these batches; nothing else changes. Gives the number of batches."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]  # noqa: SLF001
+    momenta = [(norm, norm.momentum, getattr(norm, "frozen", False)) for norm in norms]
+    count = 0
+    with _flags(model):
+        model.eval()
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.train()
+            norm.momentum = None  # torch's word for a plain mean
+            if isinstance(norm, FoldedBatchNorm):
+                norm.frozen = False
+        try:
+            for batch in batches:
+                call(model, batch)
+                count += 1
+        finally:
+            for norm, momentum, frozen in momenta:
+                norm.momentum = momentum
+                if isinstance(norm, FoldedBatchNorm):
+                    norm.frozen = frozen
+    return count
+
+
+def scale_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The learned scales and zero points, to give them a rate of their own and no weight decay
+
+    >>> import lowbit
+    >>> model = prepare(nn.Linear(8, 4), lowbit.recipes.w2a2())
+    >>> scales = scale_parameters(model)
+    >>> known = {id(scale) for scale in scales}
+    >>> weights = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    >>> groups = [{"params": weights, "weight_decay": 1e-4}, {"params": scales, "lr": 1e-3, "weight_decay": 0.0}]
+    >>> len(scales), len(weights)
+    (2, 2)
+    """
+    require_preparation(model)
+    learned = [q for _, _, q in quantizers(model) if isinstance(getattr(q, "scale_mode", None), Learned)]
+    return [parameter for quantizer in learned for parameter in quantizer.parameters(recurse=False)]

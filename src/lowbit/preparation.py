@@ -1,0 +1,338 @@
+"""Preparation: from a float model, a recipe and the flow of its data to quantizers in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.fake_quantize import FakeQuantize
+from lowbit.flow import Flow, Use, can_fold
+from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor, PerToken
+from lowbit.nn.attention import disable_fast_path, enable_fast_path
+from lowbit.nn.batch_norm import FoldedBatchNorm
+from lowbit.nn.context import Context, Edge
+from lowbit.nn.families import family_of, refusal
+from lowbit.nn.layer import Quantized, QuantLayer
+from lowbit.nn.ops import Owner, QuantOp
+from lowbit.nn.slots import Slotted, rows, runs_over_rows
+from lowbit.nn.swap import swap, swap_back
+from lowbit.recipe import QuantSpec, Recipe, Rule
+from lowbit.scale import PerBatch
+
+Choice = Recipe | Rule
+
+UNSEEN = "prepare saw no example_inputs, and so no op outside of a layer, no residual sum and no data flow"
+
+
+@dataclass
+class Preparation:
+    """What ``prepare`` did to a model; kept with it.
+
+    ``floats`` says of each module with parameters, and of each op, that was left in float, why.
+    """
+
+    recipe: Recipe
+    traced: bool
+    context: Context = field(default_factory=Context)
+    floats: dict[str, str] = field(default_factory=dict)
+    restarts: bool = False  # a float checkpoint was loaded, and the scales of weights are to follow
+
+
+@dataclass
+class _Request:
+    """An activation quantizer that a module wants in one of its slots."""
+
+    holder: Slotted
+    slot: str
+    spec: QuantSpec
+    per: Granularity
+    signed: bool | None
+    use: Use | None
+    path: str
+
+
+class Builder:
+    """Puts the quantizers of a recipe into a model, in place."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, flow: Flow | None) -> None:
+        self.model, self.recipe, self.flow = model, recipe, flow
+        self.preparation = Preparation(recipe, traced=flow is not None)
+        self.context = self.preparation.context
+        self.modules = dict(model.named_modules())
+        self.errors: list[str] = []
+        self.requests: list[_Request] = []
+        self.weights: dict[tuple[int, QuantSpec, Granularity], list[tuple[Slotted, str, nn.Module]]] = {}
+        self.device = next((tensor.device for tensor in _state(model)), torch.device("cpu"))
+
+    def build(self) -> Preparation:
+        """Choose, check, and only then change the model."""
+        layers = self._choose_layers()
+        ops = self._choose_ops()
+        self._check_rules()
+        if self.errors:
+            raise ValueError(
+                "the recipe would quantize these, but can't:\n  "
+                + "\n  ".join(self.errors)
+                + "\nleave each in float by a rule (Rule(match)), or allow it by name (allow_float)"
+            )
+        for module in self.modules.values():
+            disable_fast_path(module)
+        for path, choice in layers.items():
+            self._equip(path, choice)
+        self._equip_ops(ops)
+        self._place_activations()
+        self._fold()
+        self._share_weights()
+        self._own_root()
+        return self.preparation
+
+    def _choose_layers(self) -> dict[str, Choice]:
+        layers = {}
+        for path, module in self.modules.items():
+            choice = self.recipe.choose(path, module)
+            family, problem = family_of(module), refusal(module)
+            if family is None and not problem:
+                self._note_float(path, module)
+            elif not any((choice.weight, choice.activation, choice.output)):
+                self.preparation.floats[path] = _why_float(choice)
+            elif not (problem := problem or _bias_problem(choice)):
+                layers[path] = choice
+            elif self.recipe.allows_float(path):
+                self.preparation.floats[path] = f"allowed: {problem}"
+            else:
+                self.errors.append(f"{path or 'the model'} ({type(module).__name__}): {problem}")
+        return layers
+
+    def _note_float(self, path: str, module: nn.Module) -> None:
+        if any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
+            self.preparation.floats[path] = f"{type(module).__name__} runs in float"
+
+    def _choose_ops(self) -> dict[str, dict[str, tuple[Any, Choice]]]:
+        """The sites of each owner that get a quantizer."""
+        chosen: dict[str, dict[str, tuple[Any, Choice]]] = {}
+        for site in self.flow.sites if self.flow else ():
+            path = _join(site.owner, site.name)
+            choice = self.recipe.choose(path, self.modules[site.owner])
+            if self.flow is not None and self.flow.in_place and site.kind.name == "add":
+                self.preparation.floats[path] = "the model drops the result of an in-place sum"
+            elif isinstance(self.modules[site.owner], nn.Sequential | nn.ModuleList | nn.ModuleDict):
+                self.preparation.floats[path] = "a container has no place for the quantizers of its own ops"
+            elif choice.activation is None and not (site.weights and choice.weight):
+                self.preparation.floats[path] = _why_float(choice)
+            else:
+                chosen.setdefault(site.owner, {})[site.name] = site, choice
+        return chosen
+
+    def _check_rules(self) -> None:
+        ops = [
+            (_join(site.owner, site.name), self.modules[site.owner]) for site in (self.flow.sites if self.flow else ())
+        ]
+        places = [*self.model.named_modules(remove_duplicate=False), *ops]
+        for number, rule in enumerate(self.recipe.rules):
+            if not any(rule.matches(path, module) for path, module in places):
+                hint = "" if self.flow is not None else "; ops such as *.add_0 are seen only with example_inputs"
+                raise ValueError(f"rules[{number}] matches nothing in the model: match is {rule.pattern!r}{hint}")
+
+    def _equip(self, path: str, choice: Choice) -> None:
+        module: Any = self.modules[path]
+        family = family_of(module)
+        assert family is not None
+        swap(module, family.mixin)
+        uses = self.flow.uses.get(path, {}) if self.flow else {}
+        integer_bias = choice.bias and getattr(module, "bias", None) is not None
+        module.equip({}, integer_bias=integer_bias, context=self.context)
+        for slot, role in module.slots().items():
+            where = f"{path}.{slot}".removeprefix(".")
+            if role == "weight" and choice.weight is not None:
+                weight, axis = module.slot_weight(slot)
+                self._place_weight(module, slot, choice.weight, weight, axis, where)
+            elif role in ("activation", "share") and choice.activation is not None:
+                per = _activation_per(choice.activation.per, family.kind)
+                self._request(module, slot, choice.activation, per, uses.get(slot), where, share=role == "share")
+            elif role == "output" and choice.output is not None:
+                self._request(module, slot, choice.output, choice.output.per, None, where)
+
+    def _equip_ops(self, owners: dict[str, dict[str, tuple[Any, Choice]]]) -> None:
+        for path, sites in owners.items():
+            ops = {}
+            for name, (site, choice) in sites.items():
+                roles = dict.fromkeys(site.uses, "activation") | dict.fromkeys(site.weights, "weight")
+                op = ops[name] = QuantOp(site.kind, roles)
+                op.equip({}, context=self.context)
+                for slot, weight in site.weights.items():
+                    where = _join(path, f"{name}.{slot}")
+                    if choice.weight is not None:
+                        axis = site.kind.output_axis % weight.dim()
+                        self._place_weight(op, slot, choice.weight, weight, axis, where)
+                for slot, use in site.uses.items():
+                    where = _join(path, f"{name}.{slot}")
+                    if choice.activation is not None:
+                        kind = "images" if site.kind.name in ("conv", "conv_transpose", "pool") else "rows"
+                        per = _activation_per(choice.activation.per, kind)
+                        self._request(op, slot, choice.activation, per, use, where)
+            module: Any = self.modules[path]
+            swap(module, Owner)
+            module.equip(ops, self.context)
+            self.context.has_ops = True
+
+    def _place_weight(self, holder: Slotted, slot: str, spec: QuantSpec, weight: Tensor, axis: int, where: str) -> None:
+        """A weight with several holders has one quantizer, if they agree on it."""
+        per = _weight_per(spec.per, weight, axis)
+        parameter = getattr(holder, "_parameters", {}).get("weight", weight)
+        held = self.weights.setdefault((id(parameter), spec, per), [])
+        quantizer: Any = held[0][2] if held else spec.build(per=per).to(weight.device)
+        holder.register_module(slot, quantizer)
+        if not held:
+            if isinstance(quantizer, FakeQuantize):
+                quantizer.across_ranks = False
+            quantizer.start(rows(weight, axis) if runs_over_rows(quantizer) else weight)
+        held.append((holder, slot, quantizer))
+
+    def _request(
+        self,
+        holder: Slotted,
+        slot: str,
+        spec: QuantSpec,
+        per: Granularity,
+        use: Use | None,
+        where: str,
+        *,
+        share: bool = False,
+    ) -> None:
+        signed = None
+        if spec.symmetric and spec.signed is None and (share or (use is not None and use.value.non_negative)):
+            signed = False
+        self.requests.append(_Request(holder, slot, spec, per, signed, use, where))
+
+    def _place_activations(self) -> None:
+        """One quantizer for each edge: consumers of one tensor that agree on it share it."""
+        edges: dict[Any, list[_Request]] = {}
+        for request in sorted(self.requests, key=lambda request: request.use.order if request.use else -1):
+            use = request.use
+            key: Any = id(request) if use is None else (use.key, request.spec, request.per, request.signed)
+            edges.setdefault(key, []).append(request)
+        joined = {request.path.removesuffix(".result_quantizer"): request for request in self.requests}
+        for requests in edges.values():
+            first = requests[0]
+            join = joined.get(first.use.value.joined) if first.use and first.use.value.joined else None
+            if join is not None and join.spec == first.spec:
+                continue  # on that join's grid already
+            try:
+                quantizer = first.spec.build(per=first.per, signed=first.signed).to(self.device)
+            except ValueError as error:
+                raise ValueError(f"{first.path}: {error}") from error
+            if isinstance(quantizer, FakeQuantize) and first.per != first.spec.per:
+                quantizer.across_ranks = False  # its groups are samples, which belong to one rank
+            edge = Edge(self.context, len(requests)) if len(requests) > 1 else None
+            for request in requests:
+                request.holder.register_module(request.slot, quantizer)
+                if edge is not None:
+                    request.holder.share(request.slot, edge, leads=request is first)
+
+    def _fold(self) -> None:
+        if not self.recipe.fold:
+            return
+        for layer_path, norm_path in self.flow.folds if self.flow else _neighbours(self.model):
+            layer: Any = self.modules[layer_path]
+            norm: Any = self.modules[norm_path]
+            if isinstance(layer, QuantLayer) and layer.weight_quantizer is not None and layer.output_quantizer is None:
+                swap(norm, FoldedBatchNorm)
+                norm.equip()
+                layer.fold(norm)
+                layer.start_weight("weight_quantizer")
+                self.preparation.floats[norm_path] = f"folded into {layer_path}"
+
+    def _share_weights(self) -> None:
+        for held in self.weights.values():
+            if len(held) > 1:
+                edge = Edge(self.context, len(held))
+                for number, (holder, slot, _) in enumerate(held):
+                    holder.share(slot, edge, leads=number == 0)
+
+    def _own_root(self) -> None:
+        if not isinstance(self.model, Owner | Quantized):
+            swap(self.model, Owner)
+            root: Any = self.model
+            root.equip({}, self.context)
+
+
+def dismantle(model: nn.Module) -> None:
+    """Take every quantizer out again."""
+    for module in list(model.modules()):
+        if isinstance(module, FoldedBatchNorm | Quantized | Owner):
+            module.strip()
+            swap_back(module)
+        enable_fast_path(module)
+
+
+def slotted_modules(model: nn.Module) -> Iterator[tuple[str, Slotted]]:
+    """Every module that holds quantizers, by its path."""
+    for path, module in model.named_modules():
+        if isinstance(module, Slotted):
+            yield path.replace("quantized_ops.", ""), module
+
+
+def quantizers(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Every quantizer once: its path, its role, itself."""
+    seen = set()
+    for path, holder in slotted_modules(model):
+        for slot, role in holder.slots().items():
+            quantizer = holder._modules.get(slot)  # noqa: SLF001
+            if quantizer is not None and id(quantizer) not in seen:
+                seen.add(id(quantizer))
+                yield _join(path, slot), role, quantizer
+
+
+def _weight_per(per: Granularity, weight: Tensor, axis: int) -> Granularity:
+    """Channels are the weight's outputs; groups run over the flattened inputs where they divide them."""
+    if isinstance(per, PerChannel):
+        return PerChannel(axis)
+    inputs = weight.numel() // max(weight.shape[axis], 1)
+    if isinstance(per, PerGroup) and inputs % per.size:
+        return PerChannel(axis)
+    return per
+
+
+def _activation_per(per: Granularity, kind: str) -> Granularity:
+    """A convolution sums over everything but the samples: those are its tokens."""
+    return PerChannel(0) if isinstance(per, PerToken) and kind == "images" else per
+
+
+def _neighbours(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Layers and batch norms side by side in a Sequential, which is all that the module tree shows."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Sequential):
+            children = list(module.named_children())
+            for (name, layer), (next_name, norm) in pairwise(children):
+                if isinstance(norm, nn.modules.batchnorm._BatchNorm) and can_fold(layer, norm):  # noqa: SLF001
+                    yield _join(path, name), _join(path, next_name)
+
+
+def _bias_problem(choice: Choice) -> str:
+    """Why biases can't be integers of the accumulator's scale; "" where they can, or need not."""
+    if not choice.bias:
+        return ""
+    x, w = choice.activation, choice.weight
+    if x is None or w is None or not isinstance(x.per, PerTensor) or isinstance(x.scale_mode, PerBatch):
+        return "bias=True needs a weight, and an activation of one scale that does not follow each batch"
+    if not isinstance(w.per, PerTensor | PerChannel):
+        return "bias=True needs one weight scale for each output"
+    return ""
+
+
+def _why_float(choice: Choice) -> str:
+    return f"rule {choice.pattern!r}" if isinstance(choice, Rule) else "the recipe quantizes no such thing"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _state(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()

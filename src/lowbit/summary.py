@@ -1,0 +1,156 @@
+"""summary: what of a model is quantized, how, what it weighs, and what was left in float and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowbit.fake_quantize import FakeQuantize
+from lowbit.model import require_preparation
+from lowbit.nn.slots import Slotted, rows, runs_over_rows
+from lowbit.preparation import UNSEEN, slotted_modules
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Line:
+    """One quantizer of one layer or op; or, with ``slot`` empty, something left in float and the reason.
+
+    ``bytes`` are those of the codes and scales of a quantized weight, of the parameters of what is in float.
+    """
+
+    path: str
+    type: str
+    slot: str
+    quantizer: str
+    parameters: int
+    float_bytes: int
+    bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The lines, and whether prepare saw the flow of data; ``str`` gives a table."""
+
+    lines: tuple[Line, ...]
+    traced: bool
+
+    @property
+    def parameters(self) -> int:
+        """All parameters of the model, those of scales aside."""
+        return sum(line.parameters for line in self.lines)
+
+    @property
+    def float_bytes(self) -> int:
+        """The bytes of these parameters in float."""
+        return sum(line.float_bytes for line in self.lines)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the same, with quantized weights as codes and scales."""
+        return sum(line.bytes for line in self.lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "lines": [asdict(line) for line in self.lines],
+            "traced": self.traced,
+            "parameters": self.parameters,
+            "float_bytes": self.float_bytes,
+            "bytes": self.bytes,
+        }
+
+    def __str__(self) -> str:
+        head = ("layer", "type", "of", "quantizer", "parameters", "bytes")
+        rows = [
+            (line.path or "(model)", line.type, line.slot or "float", line.quantizer or line.note)
+            + ((f"{line.parameters:,}", f"{line.bytes:,}") if line.parameters else ("", ""))
+            for line in self.lines
+        ]
+        widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+        text = [
+            "  ".join(
+                cell.rjust(width) if column > 3 else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in (head, tuple("-" * width for width in widths), *rows)
+        ]
+        ratio = self.bytes / self.float_bytes if self.float_bytes else 1.0
+        sizes = f"{self.float_bytes:,} bytes in float, {self.bytes:,} quantized ({ratio:.3f})"
+        text.append(f"{self.parameters:,} parameters, {sizes}")
+        return "\n".join(text if self.traced else [*text, f"Note: {UNSEEN}."])
+
+
+def summary(model: nn.Module) -> Summary:
+    """What of a prepared model is quantized and how, line by line, in the order of the model
+
+    >>> import lowbit
+    >>> print(summary(lowbit.prepare(nn.Linear(64, 8), lowbit.recipes.w4())))  # doctest: +ELLIPSIS
+    layer    type    of      quantizer ...
+    """
+    preparation = require_preparation(model)
+    counted: set[int] = set()
+    seen: dict[int, str] = {}
+    lines = []
+    for path, holder in slotted_modules(model):
+        for slot, role in holder.slots().items():
+            quantizer = holder._modules.get(slot)  # noqa: SLF001
+            if quantizer is not None:
+                lines.append(_line(path, holder, slot, role, quantizer, seen, counted))
+    reasons = dict(preparation.floats)
+    for path, module in model.named_modules():
+        if isinstance(module, FakeQuantize):
+            continue
+        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in counted]
+        counted.update(id(parameter) for parameter in own)
+        if own or path in reasons:
+            size = sum(parameter.numel() for parameter in own)
+            weight = sum(parameter.nbytes for parameter in own)
+            reason = reasons.pop(path, "biases" if isinstance(module, Slotted) else "no quantizer of this type")
+            lines.append(Line(path, _type(module), "", "", size, weight, weight, reason))
+    lines.extend(Line(path, "op", "", "", 0, 0, 0, reason) for path, reason in reasons.items())
+    return Summary(tuple(lines), preparation.traced)
+
+
+def _line(
+    path: str, holder: Slotted, slot: str, role: str, quantizer: Any, seen: dict[int, str], counted: set[int]
+) -> Line:
+    name = slot.removesuffix("_quantizer")
+    where = f"{path}.{slot}".removeprefix(".")
+    first = seen.setdefault(id(quantizer), where)
+    text = _describe(quantizer) if first == where else f"shared with {first}"
+    parameter = holder._parameters.get(name)  # noqa: SLF001
+    if role != "weight" or not holder.can_restart or (parameter is not None and id(parameter) in counted):
+        return Line(path, _type(holder), name, text, 0, 0, 0)
+    if parameter is not None:
+        counted.add(id(parameter))
+    weight, axis = holder.slot_weight(slot)
+    return Line(path, _type(holder), name, text, weight.numel(), weight.nbytes, _code_bytes(weight, axis, quantizer))
+
+
+def _code_bytes(weight: Tensor, axis: int, quantizer: Any) -> int:
+    """Codes, packed, and a float32 scale for each group."""
+    shape = rows(weight, axis).shape if runs_over_rows(quantizer) else weight.shape
+    scales = math.prod(quantizer.per.scale_shape(shape))
+    return math.ceil(weight.numel() * quantizer.bits / 8) + scales * _SCALE_BYTES
+
+
+def _describe(quantizer: Any) -> str:
+    if not isinstance(quantizer, FakeQuantize):
+        return repr(quantizer)
+    low, high = quantizer.quant_range()
+    scheme = "symmetric" if quantizer.symmetric else "affine"
+    off = [word for word, on in (("off", quantizer.enabled), ("frozen", quantizer.observing)) if not on]
+    words = [f"{quantizer.bits} bits [{low}, {high}]", scheme, quantizer.per, quantizer.scale_mode, quantizer.ste.name]
+    return ", ".join(map(str, words + off))
+
+
+def _type(module: nn.Module) -> str:
+    """The torch class's name; what has none is an op."""
+    own = "op" if isinstance(module, Slotted) else type(module).__name__
+    return getattr(getattr(type(module), "float_class", None), "__name__", own)
