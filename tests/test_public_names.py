@@ -24,11 +24,17 @@ NAMES = {
     "PerGroup",
     "PerTensor",
     "PerToken",
+    "Oscillation",
     "Plan",
+    "QuantSpec",
+    "Recipe",
+    "Rule",
     "ScaleMode",
+    "Schedule",
     "SteKind",
-    "functional",
-    "observers",
+    *("calibrate", "estimate_batch_norm", "freeze", "noise", "prepare", "replicate", "restore"),
+    *("scale_parameters", "summary"),
+    *("functional", "observers", "recipes"),
 }
 
 FUNCTIONAL = {
@@ -69,6 +75,11 @@ def test_functional() -> None:
             "bits symmetric scale zero_point per ste scale_mode narrow signed observer",
         ),
         (lowbit.Plan.select, "op like grid per ste prefer"),
+        (lowbit.Recipe, "weight activation output bias rules allow_float fold"),
+        (lowbit.Rule, "match weight activation output bias"),
+        (lowbit.prepare, "model recipe example_inputs inplace"),
+        (lowbit.calibrate, "model batches"),
+        (lowbit.noise, "model batch"),
     ],
 )
 def test_signatures(function: object, signature: str) -> None:

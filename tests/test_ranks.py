@@ -40,6 +40,17 @@ def test_ranks_hold_the_scales_of_one_process_on_the_whole_batch(world_size: int
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_prepared_models_train_as_in_one_process(world_size: int) -> None:
+    """DistributedDataParallel and fully_shard, started by torchrun."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command = [*torchrun, *rendezvous, str(HERE / "ranks" / "model_worker.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_one_process_is_alone() -> None:
     assert Ranks.of() is None
     quantizer = FakeQuantize(4, scale_mode=EMA())

@@ -7,8 +7,11 @@ from lowbit.grid import Grid
 from lowbit.kernels.plan import Plan
 from lowbit.model import calibrate, estimate_batch_norm, freeze, prepare, restore, scale_parameters
 from lowbit.noise import noise
+from lowbit.oscillation import Oscillation
+from lowbit.ranks import replicate
 from lowbit.recipe import QuantSpec, Recipe, Rule
 from lowbit.scale import EMA, Fixed, Learned, PerBatch, ScaleMode
+from lowbit.schedule import Schedule
 from lowbit.ste import SteKind
 from lowbit.summary import summary
 
@@ -20,6 +23,7 @@ __all__ = [
     "Fixed",
     "Grid",
     "Learned",
+    "Oscillation",
     "PerBatch",
     "PerBlock",
     "PerChannel",
@@ -31,6 +35,7 @@ __all__ = [
     "Recipe",
     "Rule",
     "ScaleMode",
+    "Schedule",
     "SteKind",
     "calibrate",
     "estimate_batch_norm",
@@ -40,6 +45,7 @@ __all__ = [
     "observers",
     "prepare",
     "recipes",
+    "replicate",
     "restore",
     "scale_parameters",
     "summary",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.preparation import slotted_modules
+
+_IDENTITY = "_quantizer._extra_state"
 
 
 def guard_loading(model: nn.Module) -> None:
@@ -30,11 +32,24 @@ def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
         state_dict.update(own)
         module._lowbit.restarts = True  # type: ignore[union-attr]  # noqa: SLF001
         return
-    missing, unexpected = sorted(here - there), sorted(there - here)
-    if missing or unexpected:
-        parts = [f"quantized here, but not in the checkpoint: {', '.join(missing)}"] if missing else []
-        parts += [f"quantized in the checkpoint, but not here: {', '.join(unexpected)}"] if unexpected else []
-        raise ValueError(f"the checkpoint is of another recipe; {'; '.join(parts)}")
+    differing = {
+        _layer(key)
+        for key, value in own.items()
+        if key.endswith(_IDENTITY) and key in state_dict and _identity(value) != _identity(state_dict[key])
+    }
+    parts = {
+        "quantized here, but not in the checkpoint": here - there,
+        "quantized in the checkpoint, but not here": there - here,
+        "quantized otherwise in the checkpoint": differing,
+    }
+    if any(parts.values()):
+        words = [f"{what}: {', '.join(sorted(layers))}" for what, layers in parts.items() if layers]
+        raise ValueError(f"the checkpoint is of another recipe; {'; '.join(words)}")
+
+
+def _identity(extra_state: Tensor) -> list[int]:
+    """What a quantizer's state belongs to; its flags come first."""
+    return extra_state.tolist()[2:]
 
 
 def _restart(module: nn.Module, incompatible_keys: Any) -> None:

@@ -255,12 +255,15 @@ class _Recorder(TorchFunctionMode):
         """Products of data; sums and joins of what came through different layers: those of residual networks."""
         if op.kind.name in ("add", "cat"):
             sources = [value.sources for value in op.values]
-            return all(sources) and len(set(sources)) > 1
+            fits = op.kind.joins or op.found[0].shape == op.found[1].shape
+            return fits and all(sources) and len(set(sources)) > 1
         return bool(op.values[0].sources)
 
     def _site(self, owner: str, number: int, op: _Op) -> Site:
         if op.kind.joins:
-            uses = {"result_quantizer": Use(op.result, self.values[op.result]._replace(joined=""), op.order)}
+            # A key of its own: the consumers of the result take what this quantizer has given.
+            value = self.values[op.result]._replace(joined="")
+            uses = {"result_quantizer": Use((-1, op.order), value, op.order)}
             return Site(owner, op.kind, number, uses, {})
         uses, weights = {}, {}
         for name, x, key, value in zip(op.kind.operands, op.found, op.keys, op.values, strict=True):

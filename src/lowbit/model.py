@@ -43,6 +43,8 @@ def prepare(model: Model, recipe: Recipe, example_inputs: Any = None, *, inplace
         raise TypeError(
             f"recipe is {recipe!r} ({type(recipe).__name__}), but it must be a lowbit.Recipe, such as recipes.w8a8()"
         )
+    if hasattr(model, "_orig_mod"):
+        raise TypeError("the model is compiled already; prepare it first, and compile what prepare gives")
     earlier = preparation_of(model)
     if earlier is not None:
         if earlier.recipe == recipe:
@@ -63,10 +65,10 @@ def prepare(model: Model, recipe: Recipe, example_inputs: Any = None, *, inplace
 
 def restore(model: Model) -> Model:
     """The float model again, in place, with the weights that training gave it."""
-    require_preparation(model)
-    dismantle(model)
-    unguard_loading(model)
-    del model.__dict__["_lowbit"]
+    root = prepared_module(model)
+    dismantle(root)
+    unguard_loading(root)
+    del root.__dict__["_lowbit"]
     return model
 
 
@@ -75,12 +77,19 @@ def preparation_of(model: nn.Module) -> Preparation | None:
     return model.__dict__.get("_lowbit")
 
 
-def require_preparation(model: nn.Module) -> Preparation:
-    """What ``prepare`` did to the model; a wrapper such as DistributedDataParallel is looked through."""
+def prepared_module(model: nn.Module) -> nn.Module:
+    """The module that was prepared; a wrapper such as DistributedDataParallel is looked through."""
     for module in model.modules():
-        if (preparation := preparation_of(module)) is not None:
-            return preparation
+        if preparation_of(module) is not None:
+            return module
     raise ValueError("the model is not prepared; call lowbit.prepare(model, recipe) first")
+
+
+def require_preparation(model: nn.Module) -> Preparation:
+    """What ``prepare`` did to the model, or an error."""
+    preparation = preparation_of(prepared_module(model))
+    assert preparation is not None
+    return preparation
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor, Per
 from lowbit.nn.attention import disable_fast_path, enable_fast_path
 from lowbit.nn.batch_norm import FoldedBatchNorm
 from lowbit.nn.context import Context, Edge
-from lowbit.nn.families import family_of, refusal
+from lowbit.nn.families import ATTENTION_INPUTS, family_of, refusal
 from lowbit.nn.layer import Quantized, QuantLayer
 from lowbit.nn.ops import Owner, QuantOp
 from lowbit.nn.slots import Slotted, rows, runs_over_rows
@@ -66,6 +66,7 @@ class Builder:
         self.modules = dict(model.named_modules())
         self.errors: list[str] = []
         self.requests: list[_Request] = []
+        self.alive: list[Tensor] = []  # what a parametrization computes would give its id to the next
         self.weights: dict[tuple[int, QuantSpec, Granularity], list[tuple[Slotted, str, nn.Module]]] = {}
         self.device = next((tensor.device for tensor in _state(model)), torch.device("cpu"))
 
@@ -118,6 +119,7 @@ class Builder:
         for site in self.flow.sites if self.flow else ():
             path = _join(site.owner, site.name)
             choice = self.recipe.choose(path, self.modules[site.owner])
+            chosen.setdefault(site.owner, {})  # even for none: its ops would count as those of the owner around it
             if self.flow is not None and self.flow.in_place and site.kind.name == "add":
                 self.preparation.floats[path] = "the model drops the result of an in-place sum"
             elif isinstance(self.modules[site.owner], nn.Sequential | nn.ModuleList | nn.ModuleDict):
@@ -125,7 +127,7 @@ class Builder:
             elif choice.activation is None and not (site.weights and choice.weight):
                 self.preparation.floats[path] = _why_float(choice)
             else:
-                chosen.setdefault(site.owner, {})[site.name] = site, choice
+                chosen[site.owner][site.name] = site, choice
         return chosen
 
     def _check_rules(self) -> None:
@@ -151,6 +153,8 @@ class Builder:
             if role == "weight" and choice.weight is not None:
                 weight, axis = module.slot_weight(slot)
                 self._place_weight(module, slot, choice.weight, weight, axis, where)
+            elif uses and slot in ATTENTION_INPUTS and slot not in uses:
+                continue  # its tensor is that of an earlier slot, whose quantizer has it
             elif role in ("activation", "share") and choice.activation is not None:
                 per = _activation_per(choice.activation.per, family.kind)
                 self._request(module, slot, choice.activation, per, uses.get(slot), where, share=role == "share")
@@ -178,12 +182,13 @@ class Builder:
             module: Any = self.modules[path]
             swap(module, Owner)
             module.equip(ops, self.context)
-            self.context.has_ops = True
+            self.context.has_ops |= bool(ops)
 
     def _place_weight(self, holder: Slotted, slot: str, spec: QuantSpec, weight: Tensor, axis: int, where: str) -> None:
         """A weight with several holders has one quantizer, if they agree on it."""
         per = _weight_per(spec.per, weight, axis)
         parameter = getattr(holder, "_parameters", {}).get("weight", weight)
+        self.alive.append(parameter)
         held = self.weights.setdefault((id(parameter), spec, per), [])
         quantizer: Any = held[0][2] if held else spec.build(per=per).to(weight.device)
         holder.register_module(slot, quantizer)
@@ -220,7 +225,7 @@ class Builder:
         for requests in edges.values():
             first = requests[0]
             join = joined.get(first.use.value.joined) if first.use and first.use.value.joined else None
-            if join is not None and join.spec == first.spec:
+            if join is not None and (join.spec, join.per) == (first.spec, first.per):
                 continue  # on that join's grid already
             try:
                 quantizer = first.spec.build(per=first.per, signed=first.signed).to(self.device)

@@ -344,7 +344,7 @@ class ScaleState(nn.Module):
         error_msgs: list[str],
     ) -> None:
         saved = {name: state_dict[prefix + name] for name in self._group_state() if prefix + name in state_dict}
-        problem = self._other_quantizer(state_dict.get(f"{prefix}_extra_state")) or self._state_problem(saved)
+        problem = self._state_problem(saved) or self._other_quantizer(state_dict.get(f"{prefix}_extra_state"))
         if problem is not None:
             error_msgs.append(f"{prefix}{problem}")
             return

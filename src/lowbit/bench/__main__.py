@@ -12,6 +12,9 @@ from pathlib import Path
 import torch
 
 from lowbit.bench.contenders import Contender
+from lowbit.bench.models import LEGEND as MODELS_LEGEND
+from lowbit.bench.models import TRAINEES, ModelRow, describe_models, run_models, write_models_json
+from lowbit.bench.networks import NETWORKS, QUICK_NETWORKS
 from lowbit.bench.overhead import describe_overhead, measure_overhead
 from lowbit.bench.peers import CONTENDERS
 from lowbit.bench.registry import HEADLINE, QUICK, Case, find_cases
@@ -29,13 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = _cases(options.case, device, quick=options.quick)
         contenders = _contenders(options.contender, device, quick=options.quick)
         _check_writable(options.json)
+        _check_models(options)
     except ValueError as error:
         parser.error(str(error))
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0
-    seconds = options.seconds or (0.05 if options.quick else 1.0)
+    command = shlex.join(["python", "-m", "lowbit.bench", *arguments])
     print(_headline(device))
+    if options.models:
+        seconds = options.seconds or (0.05 if options.quick else 30.0)
+        return _models(device, seconds, options.json, command, quick=options.quick)
+    seconds = options.seconds or (0.05 if options.quick else 1.0)
     if options.overhead:
         print(describe_overhead(measure_overhead(device, seconds=seconds)))
         return 0
@@ -50,12 +58,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted = True
         print(f"\nInterrupted: {len({row.case for row in rows})} of {len(cases)} cases are done.")
     if options.json is not None:
-        command = shlex.join(["python", "-m", "lowbit.bench", *arguments])
         write_json(options.json, rows, device, command)
         print(f"\nWrote {options.json}")
     if interrupted:
         return 130
     ours = {contender.name for contender in contenders if contender.is_ours}
+    return int(any(row.contender in ours and row.status in ("wrong", "failed") for row in rows))
+
+
+def _models(device: torch.device, seconds: float, path: Path | None, command: str, *, quick: bool) -> int:
+    """Whole models: measure, print, write; the exit codes are those of ``main``."""
+    trainees = [trainee for trainee in TRAINEES if not (quick and trainee.compiled)]
+    networks = QUICK_NETWORKS if quick else NETWORKS
+    print(MODELS_LEGEND)
+    rows: list[ModelRow] = []
+    interrupted = False
+    try:
+        for block in run_models(networks, trainees, device, seconds):
+            print(f"\n{describe_models(block)}", flush=True)
+            rows += block
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"\nInterrupted: {len({row.network for row in rows})} of {len(networks)} networks are done.")
+    if path is not None:
+        write_models_json(path, rows, device, command)
+        print(f"\nWrote {path}")
+    if interrupted:
+        return 130
+    ours = {trainee.name for trainee in trainees if trainee.is_ours}
     return int(any(row.contender in ours and row.status in ("wrong", "failed") for row in rows))
 
 
@@ -77,10 +107,16 @@ def _parser() -> argparse.ArgumentParser:
         "--contender", action="append", metavar="GLOB", help="only these, and the copy; may be repeated"
     )
     parser.add_argument("--list", action="store_true", help="print the names of the chosen cases, and measure nothing")
-    parser.add_argument("--seconds", type=_positive, help="time to spend on each case (default: 1)")
+    parser.add_argument("--seconds", type=_positive, help="time to spend on each case (default: 1; models: 30)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows with all versions to this file")
     parser.add_argument(
         "--quick", action="store_true", help="small tensors, little time, nothing compiled: a smoke test"
+    )
+    parser.add_argument(
+        "--models",
+        action="store_true",
+        help="measure training steps of whole networks (ResNet-20, a small transformer) instead of ops: time and "
+        "memory, quantized over float",
     )
     parser.add_argument("--overhead", action="store_true", help="show where the microseconds of a small call go")
     return parser
@@ -134,6 +170,11 @@ def _check_writable(path: Path | None) -> None:
             pass
     except OSError as error:
         raise ValueError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+def _check_models(options: argparse.Namespace) -> None:
+    if options.models and (options.case or options.contender or options.list or options.overhead):
+        raise ValueError("--models measures whole networks; it goes with --device, --seconds, --json and --quick only")
 
 
 def _headline(device: torch.device) -> str:

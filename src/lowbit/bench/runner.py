@@ -113,8 +113,8 @@ def run_case(
     del reference
     for row in rows:
         if row.status == "ok" and row.contender != FLOOR:
-            row.peak_bytes = _peak_bytes(calls[row.contender], device)
-    _fill_in(rows, _alternate(calls, clock, seconds, _SAMPLE_SECONDS[device.type]))
+            row.peak_bytes = cuda_peak_bytes(calls[row.contender], device) if device.type == "cuda" else None
+    _fill_in(rows, alternate(calls, clock, seconds, _SAMPLE_SECONDS[device.type]))
     return rows
 
 
@@ -160,10 +160,8 @@ def _count_saved(function: Callable[[], Outcome]) -> tuple[Outcome, int]:
         return function(), sum(held.values())
 
 
-def _peak_bytes(function: Callable[[], Any], device: torch.device) -> int | None:
-    """What one call needs at its peak beyond its inputs: its results, and all it makes on the way."""
-    if device.type != "cuda":
-        return None
+def cuda_peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+    """What one call needs at its peak beyond what was there before: its results, and all it makes on the way."""
     function()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
@@ -173,7 +171,7 @@ def _peak_bytes(function: Callable[[], Any], device: torch.device) -> int | None
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _alternate(
+def alternate(
     calls: dict[str, Callable[[], Any]], clock: Clock, seconds: float, sample: float
 ) -> dict[str, list[float]]:
     """Seconds for one call, a sample for each contender in each round: all contenders in turn, again and again."""

@@ -12,6 +12,7 @@ from lowbit.nn.layer import Quantized, QuantLayer
 from lowbit.nn.layers import LookUpLayer, TransposedLayer, WeightlessLayer
 from lowbit.nn.recurrent import RecurrentCell, RecurrentLayer
 
+ATTENTION_INPUTS = ("query_quantizer", "key_quantizer", "value_quantizer")
 Inputs = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
 
 
@@ -22,9 +23,8 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The query; a key and value that are other tensors."""
-    names = ("query", "key", "value")
-    taken = {f"{name}_quantizer": kwargs.get(name) for name in names}
-    taken.update((f"{name}_quantizer", arg) for name, arg in zip(names, args, strict=False))
+    taken = {slot: kwargs.get(slot.removesuffix("_quantizer")) for slot in ATTENTION_INPUTS}
+    taken.update(zip(ATTENTION_INPUTS, args, strict=False))
     seen: list[Any] = []
     for slot, x in list(taken.items()):
         if any(x is other for other in seen):

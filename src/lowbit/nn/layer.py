@@ -35,7 +35,7 @@ class QuantLayer(Quantized):
     - ``integer_bias``: b = round(b / (s_x * s_w)) * s_x * s_w, an int32 code of the accumulator's own scale.
     - A batch norm that follows (``fold``) is folded in: w' = w * f and b' = (b - mu) * f + beta, with its running
       statistics and f = gamma / sqrt(var + eps), and w' is what is quantized. While it takes its statistics from each
-      batch, the layer runs with q_w(w * f) / f, which has the rounding of the folded weight, and the batch norm follows.
+      batch, the layer runs with q_w(w * f) / f, which has the folded weight's rounding, and the batch norm follows.
 
     The parameters keep their names; ``weight`` is the float one except while the forward runs.
     """
@@ -43,7 +43,7 @@ class QuantLayer(Quantized):
     output_axis: ClassVar[int] = 0
     takes_activations: ClassVar[bool] = True
     has_weight: ClassVar[bool] = True
-    _running = False
+    _running: dict[str, Any] | None = None  # while the forward runs, what it has read
 
     input_quantizer: nn.Module | None
     weight_quantizer: nn.Module | None
@@ -91,11 +91,11 @@ class QuantLayer(Quantized):
     def quantized_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._modules.get("input_quantizer") is not None:
             args, kwargs = self._with_input(args, kwargs)
-        object.__setattr__(self, "_running", True)
+        object.__setattr__(self, "_running", {})
         try:
             output = self.float_class.forward(self, *args, **kwargs)
         finally:
-            object.__setattr__(self, "_running", False)
+            object.__setattr__(self, "_running", None)
         return self.quantize("output_quantizer", output)
 
     def _with_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -145,7 +145,11 @@ class QuantLayer(Quantized):
         value = self._float(name)
         if value is self:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return in_forward(value) if self._running else value
+        if self._running is None:
+            return value
+        if name not in self._running:
+            self._running[name] = in_forward(value)
+        return self._running[name]
 
     # What the parent's forward reads; an Any, since torch's own attributes can be set.
     weight: Any = property(lambda self: self._read("weight", self._quantized_weight))

@@ -89,10 +89,8 @@ def operands(kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> li
 
 
 def counts(kind: Kind, found: list[Any]) -> bool:
-    """Whether a call is one of those that are numbered: of float tensors, and for sums of equal shapes."""
-    if not all(isinstance(operand, Tensor) and operand.is_floating_point() for operand in found):
-        return False
-    return kind is not _ADD or found[0].shape == found[1].shape
+    """Whether a call is one of those that are numbered: of float tensors; their shapes may differ by the batch."""
+    return all(isinstance(operand, Tensor) and operand.is_floating_point() for operand in found)
 
 
 class QuantOp(Slotted):
@@ -132,6 +130,8 @@ class QuantOp(Slotted):
 class Owner(Swapped):
     """y = parent(x), with the ops of its own forward quantized: each by its kind and its number in the call"""
 
+    _context: Context | None = None  # as in a slice of a Sequential, which torch makes of the same class
+
     def equip(self, ops: Mapping[str, QuantOp], context: Context) -> None:
         """Take the ops, by names such as add_0; without any, this only says when a run begins and ends."""
         if ops:  # a Sequential would take an empty one for one of its own
@@ -146,6 +146,8 @@ class Owner(Swapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context = self._context
+        if context is None:
+            return self.float_class.forward(self, *args, **kwargs)
         outermost = not context.owners
         self._numbers.clear()
         context.owners.append(self)

@@ -43,12 +43,12 @@ class Stateless(nn.Module):
         return f"{self.bits} bit{'s' if self.bits > 1 else ''}, {self.per}, {self.ste.name}{flags}"
 
     def get_extra_state(self) -> Tensor:
-        """The flags, as FakeQuantize saves them."""
-        return torch.tensor([self.enabled, self.observing], dtype=torch.uint8)
+        """The flags and the bits, as FakeQuantize saves them."""
+        return torch.tensor([self.enabled, self.observing, self.bits], dtype=torch.int32)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Restore the flags."""
-        self.enabled, self.observing = (bool(flag) for flag in state.tolist())
+        self.enabled, self.observing = (bool(flag) for flag in state.tolist()[:2])
 
 
 class Binarize(Stateless):
