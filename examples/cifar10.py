@@ -204,7 +204,7 @@ def build_trainer(settings: Settings, options: argparse.Namespace, train: Labell
         if (found := json.loads(start.with_suffix(".json").read_text())["held_out"]) != options.held_out:
             sys.exit(f"{start}.json was trained with --held-out {found}, not {options.held_out}")
         state = torch.load(start.with_suffix(".pt"), map_location=device)
-        state = {name: value for name, value in state.items() if "_quantizer." not in name}
+        state = {name: value for name, value in state.items() if name in model.state_dict()}  # not the quantizers'
         model.load_state_dict(state)
         if settings.distill:
             teacher = resnet20().to(device, memory_format=torch.channels_last).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ from lowbit import (
     recipes,
 )
 from lowbit.functional import fake_quantize
+from lowbit.nn.batch_norm import FoldedBatchNorm
 from lowbit.nn.layer import QuantLayer
 from lowbit.preparation import quantizers
 from lowbit.scale import NotCalibratedError
@@ -42,7 +44,7 @@ from lowbit.scale import NotCalibratedError
 
 def mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -165,7 +167,9 @@ class TestRules:
 
 class TestRefusals:
     def test_layers_that_have_no_quantized_form_are_listed(self) -> None:
-        model = nn.ModuleDict({"pair": nn.Bilinear(2, 2, 2), "ok": nn.Linear(2, 2), "words": nn.Embedding(4, 2, sparse=True)})
+        model = nn.ModuleDict(
+            {"pair": nn.Bilinear(2, 2, 2), "ok": nn.Linear(2, 2), "words": nn.Embedding(4, 2, sparse=True)}
+        )
         with pytest.raises(ValueError, match="can't") as error:
             prepare(model, recipes.w8a8())
         assert "pair (Bilinear): there is no quantized Bilinear" in str(error.value)
@@ -232,7 +236,7 @@ class TestPreparing:
 
     def test_another_recipe_needs_a_float_model(self) -> None:
         model = prepare(mlp(8, 8), recipes.w8a8())
-        with pytest.raises(ValueError, match="prepared already, by another recipe; call lowbit.restore"):
+        with pytest.raises(ValueError, match=r"prepared already, by another recipe; call lowbit\.restore"):
             prepare(model, recipes.w4())
         prepare(lowbit.restore(model), recipes.w4())
 
@@ -294,6 +298,32 @@ class TestPreparing:
             assert all(quantizer.initialized for quantizer in activations(model).values())
             assert len(activations(model)) == 3
 
+    def test_a_model_that_gives_nan_keeps_its_sums(self) -> None:
+        class Broken(Residual):
+            def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+                return super().forward(x), x.new_full((2,), math.nan)
+
+        assert "add_0" in prepare(Broken(), recipes.w8a8(), images(channels=4)).quantized_ops
+
+    def test_a_model_that_drops_the_result_of_a_sum_keeps_it_in_float(self) -> None:
+        class Dropped(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.first(x)
+                y.add_(self.second(x))
+                return y
+
+        model = Dropped()
+        prepared = prepare(model, recipes.w8a8(), torch.randn(2, 8))
+        assert prepared._lowbit.floats["add_0"] == "the model drops the result of an in-place sum"
+        for _, _, quantizer in quantizers(prepared):
+            quantizer.enabled = quantizer.observing = False
+        x = torch.randn(2, 8)
+        assert_same_bits(prepared(x), model(x))
+
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_a_pruned_layer(self, when: str) -> None:
         model = mlp(8, 8, 4)
@@ -310,7 +340,9 @@ class TestPreparing:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
     def test_other_dtypes(self, dtype: torch.dtype) -> None:
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).to(dtype)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).to(
+            dtype
+        )
         prepared = prepare(model, recipes.w8a8(), images().to(dtype))
         output = prepared(images().to(dtype))
         output.sum().backward()
@@ -472,7 +504,9 @@ class TestGrids:
         assert prepare(nn.ConvTranspose2d(8, 4, 2), recipes.w8a8()).weight_quantizer.per == PerChannel(1)
 
     def test_the_tokens_of_a_convolution_are_its_samples(self) -> None:
-        model = prepare(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(144, 2)), recipes.w8a8_dynamic(), images())
+        model = prepare(
+            nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(144, 2)), recipes.w8a8_dynamic(), images()
+        )
         assert model[0].input_quantizer.per == PerChannel(0)
         assert model[2].input_quantizer.per == PerToken()
         model(images(5))
@@ -506,7 +540,9 @@ class TestFolding:
         torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
         assert_same_bits(model[1].running_mean, norm.running_mean)
         assert_same_bits(model[1].running_var, norm.running_var)
-        assert not torch.allclose(expected, F.batch_norm(F.conv2d(x, conv.weight, conv.bias), None, None, norm.weight, norm.bias, True))
+        assert not torch.allclose(
+            expected, F.batch_norm(F.conv2d(x, conv.weight, conv.bias), None, None, norm.weight, norm.bias, True)
+        )
 
     @pytest.mark.parametrize("frozen", [False, True], ids=["eval", "frozen in training"])
     def test_settled_it_is_the_folded_convolution(self, frozen: bool) -> None:
@@ -564,7 +600,7 @@ class TestFolding:
 
         model = prepare(Leaky(), WEIGHTS_ONLY, images())
         assert not model.conv.folds
-        assert type(model.norm) is nn.BatchNorm2d
+        assert not isinstance(model.norm, FoldedBatchNorm)
 
     def test_the_models_output_is_a_consumer(self) -> None:
         class Both(nn.Module):
@@ -789,7 +825,9 @@ class TestLearnedScales:
 
 
 class TestCheckpoints:
-    @pytest.mark.parametrize("recipe", [recipes.w8a8(), recipes.w2a2(), recipes.dorefa()], ids=["w8a8", "w2a2", "dorefa"])
+    @pytest.mark.parametrize(
+        "recipe", [recipes.w8a8(), recipes.w2a2(), recipes.dorefa()], ids=["w8a8", "w2a2", "dorefa"]
+    )
     def test_a_float_checkpoint_loads(self, recipe: Recipe) -> None:
         model = prepare(mlp(8, 8, 8), recipe, torch.randn(2, 8))
         model(torch.randn(4, 8))
@@ -822,16 +860,16 @@ class TestCheckpoints:
         model = prepare(mlp(8, 8, 8), recipes.w8a8(), torch.randn(2, 8))
         state = mlp(8, 8, 8).state_dict()
         del state["0.weight"]
-        with pytest.raises(RuntimeError, match="0.weight"):
+        with pytest.raises(RuntimeError, match=r"0\.weight"):
             model.load_state_dict(state)
 
     def test_one_of_another_recipe_names_the_layers(self) -> None:
         model = prepare(mlp(8, 8, 8), recipes.w8a8(), torch.randn(2, 8))
         rules = [Rule("2")]
         other = prepare(mlp(8, 8, 8), Recipe(weight=8, activation=8, rules=rules), torch.randn(2, 8))
-        with pytest.raises(ValueError, match="not in the checkpoint: 2.input_quantizer, 2.weight_quantizer"):
+        with pytest.raises(ValueError, match=r"not in the checkpoint: 2\.input_quantizer, 2\.weight_quantizer"):
             model.load_state_dict(other.state_dict())
-        with pytest.raises(ValueError, match="quantized in the checkpoint, but not here: 2.input_quantizer"):
+        with pytest.raises(ValueError, match=r"quantized in the checkpoint, but not here: 2\.input_quantizer"):
             other.load_state_dict(model.state_dict())
 
     def test_after_restore_loading_is_torchs_own(self) -> None:
@@ -870,6 +908,35 @@ class TestTraining:
             assert_same_bits(parameter.grad, first + second)
 
     @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+    def test_checkpointing_a_part_of_what_takes_a_tensor(self, reentrant: bool) -> None:
+        """One consumer of x is inside, one outside; the part that runs again is no module of ops."""
+
+        class Part(nn.Module):
+            def __init__(self, use: bool) -> None:
+                super().__init__()
+                self.stem, self.outside, self.use = nn.Linear(8, 8), nn.Linear(8, 8), use
+                self.inside = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Projections())
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.stem(x)
+                y = self.outside(x)
+                z = checkpoint(self.inside, x, use_reentrant=reentrant) if self.use else self.inside(x)
+                return torch.tanh(y) * z
+
+        plain = prepare(Part(use=False), recipes.w8a8(), torch.randn(4, 8))
+        assert plain.outside.input_quantizer is plain.inside[0].input_quantizer
+        saving = copy.deepcopy(plain)
+        saving.use = True
+        for _ in range(2):
+            x = torch.randn(4, 8)
+            for model in (plain, saving):
+                model.zero_grad()
+                model(x).square().sum().backward()
+            assert_same_states(all_state(saving), all_state(plain))
+            for wanted, got in zip(plain.parameters(), saving.parameters(), strict=True):
+                torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
     def test_activation_checkpointing_takes_statistics_once(self, reentrant: bool) -> None:
         class Checkpointed(nn.Module):
             def __init__(self, use: bool) -> None:
@@ -896,12 +963,18 @@ class TestTraining:
                 assert_same_bits(got.grad, wanted.grad)
 
     def test_autocast(self) -> None:
-        model = prepare(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), Residual()), recipes.w8a8(), images())
+        model = prepare(
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), Residual()), recipes.w8a8(), images()
+        )
         with torch.autocast("cpu", torch.bfloat16):
             output = model(images())
         output.float().square().sum().backward()
         assert output.dtype == torch.bfloat16
-        assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.any() for p in model.parameters() if p.dim() > 1)
+        assert all(
+            p.grad.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.any()
+            for p in model.parameters()
+            if p.dim() > 1
+        )
         assert all(quantizer.scale.dtype == torch.float32 for quantizer in activations(model).values())
         model.eval()
         exact = model(x := images())
@@ -937,7 +1010,7 @@ class TestTraining:
         assert averaged.eval()(images()).isfinite().all()
         assert lowbit.summary(averaged).parameters > 0
 
-    @pytest.mark.parametrize("recipe", ["w8a8", "w4a8", "w2a2", "binary"])
+    @pytest.mark.parametrize("recipe", ["w8a8", "w2a2"])
     def test_compiled_it_is_the_same(self, recipe: str) -> None:
         class Net(nn.Module):
             def __init__(self) -> None:
@@ -1027,7 +1100,9 @@ class TestRestore:
 
 
 def test_a_recipe_reaches_every_key_of_a_quantizer() -> None:
-    spec = QuantSpec(bits=5, per=PerTensor(), symmetric=False, ste=SteKind.TANH, scale_mode=Learned("lsq+", batch_axis=0))
+    spec = QuantSpec(
+        bits=5, per=PerTensor(), symmetric=False, ste=SteKind.TANH, scale_mode=Learned("lsq+", batch_axis=0)
+    )
     quantizer = prepare(nn.Linear(8, 4), Recipe(activation=spec), torch.randn(2, 8)).input_quantizer
     found = (quantizer.bits, quantizer.per, quantizer.symmetric, quantizer.ste, quantizer.scale_mode)
     assert found == (5, PerTensor(), False, SteKind.TANH, Learned("lsq+", batch_axis=0))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowbit.nn.batch_norm import FreezableBatchNorm
 from lowbit.preparation import slotted_modules
 
 _IDENTITY = "_quantizer._extra_state"
@@ -25,7 +26,9 @@ def unguard_loading(model: nn.Module) -> None:
 
 
 def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    own = _own_state(module, prefix)
+    flags, own = _own_state(module, prefix)
+    for key, value in flags.items():
+        state_dict.setdefault(key, value)
     here = {_layer(key) for key in own}
     there = {_layer(key) for key in state_dict if key.startswith(prefix) and "_quantizer." in key}
     if not there:  # a float checkpoint
@@ -63,9 +66,13 @@ def _restart(module: nn.Module, incompatible_keys: Any) -> None:
                 holder.start_weight(slot)
 
 
-def _own_state(module: nn.Module, prefix: str) -> dict[str, Any]:
-    """What the quantizers of the model would save."""
-    return {prefix + key: value for key, value in module.state_dict().items() if "_quantizer." in key}
+def _own_state(module: nn.Module, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the model would save besides the float model's tensors: flags of batch norms, and the quantizers."""
+    state = {prefix + key: value for key, value in module.state_dict().items()}
+    quantizers = {key: value for key, value in state.items() if "_quantizer." in key}
+    flags = {key: value for key, value in state.items() if key.endswith("._extra_state") and key not in quantizers}
+    norms = {f"{prefix}{path}." for path, norm in module.named_modules() if isinstance(norm, FreezableBatchNorm)}
+    return {key: value for key, value in flags.items() if key.removesuffix("_extra_state") in norms}, quantizers
 
 
 def _layer(key: str) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowbit.checkpoint import guard_loading, unguard_loading
 from lowbit.flow import call, trace
-from lowbit.nn.batch_norm import FoldedBatchNorm
+from lowbit.nn.batch_norm import FreezableBatchNorm
 from lowbit.preparation import Builder, Preparation, dismantle, quantizers
 from lowbit.recipe import Recipe
 from lowbit.scale import Learned
@@ -141,7 +141,7 @@ def freeze(model: Model, *, scales: bool = True, batch_norm: bool = True) -> Mod
     """
     require_preparation(model)
     for module in model.modules():
-        if batch_norm and isinstance(module, FoldedBatchNorm):
+        if batch_norm and isinstance(module, FreezableBatchNorm):
             module.frozen = True
     if scales:
         for _, _, quantizer in quantizers(model):
@@ -161,7 +161,7 @@ def estimate_batch_norm(model: nn.Module, batches: Iterable[Any]) -> int:
             norm.reset_running_stats()
             norm.train()
             norm.momentum = None  # torch's word for a plain mean
-            if isinstance(norm, FoldedBatchNorm):
+            if isinstance(norm, FreezableBatchNorm):
                 norm.frozen = False
         try:
             for batch in batches:
@@ -170,7 +170,7 @@ def estimate_batch_norm(model: nn.Module, batches: Iterable[Any]) -> int:
         finally:
             for norm, momentum, frozen in momenta:
                 norm.momentum = momentum
-                if isinstance(norm, FoldedBatchNorm):
+                if isinstance(norm, FreezableBatchNorm):
                     norm.frozen = frozen
     return count
 

@@ -14,7 +14,7 @@ from lowbit.fake_quantize import FakeQuantize
 from lowbit.flow import Flow, Use, can_fold
 from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.nn.attention import disable_fast_path, enable_fast_path
-from lowbit.nn.batch_norm import FoldedBatchNorm
+from lowbit.nn.batch_norm import FoldedBatchNorm, FreezableBatchNorm
 from lowbit.nn.context import Context, Edge
 from lowbit.nn.families import ATTENTION_INPUTS, family_of, refusal
 from lowbit.nn.layer import Quantized, QuantLayer
@@ -87,7 +87,7 @@ class Builder:
             self._equip(path, choice)
         self._equip_ops(ops)
         self._place_activations()
-        self._fold()
+        self._equip_norms()
         self._share_weights()
         self._own_root()
         return self.preparation
@@ -239,10 +239,10 @@ class Builder:
                 if edge is not None:
                     request.holder.share(request.slot, edge, leads=request is first)
 
-    def _fold(self) -> None:
-        if not self.recipe.fold:
-            return
-        for layer_path, norm_path in self.flow.folds if self.flow else _neighbours(self.model):
+    def _equip_norms(self) -> None:
+        """Batch norms: those that are folded into the layer before them, and those that stand alone."""
+        folds = self.flow.folds if self.flow else list(_neighbours(self.model))
+        for layer_path, norm_path in folds if self.recipe.fold else ():
             layer: Any = self.modules[layer_path]
             norm: Any = self.modules[norm_path]
             if isinstance(layer, QuantLayer) and layer.weight_quantizer is not None and layer.output_quantizer is None:
@@ -251,6 +251,12 @@ class Builder:
                 layer.fold(norm)
                 layer.start_weight("weight_quantizer")
                 self.preparation.floats[norm_path] = f"folded into {layer_path}"
+        for module in self.modules.values():
+            tracks = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None  # noqa: SLF001
+            if tracks and not isinstance(module, FoldedBatchNorm):
+                alone: Any = module
+                swap(alone, FreezableBatchNorm)
+                alone.equip()
 
     def _share_weights(self) -> None:
         for held in self.weights.values():
@@ -269,7 +275,7 @@ class Builder:
 def dismantle(model: nn.Module) -> None:
     """Take every quantizer out again."""
     for module in list(model.modules()):
-        if isinstance(module, FoldedBatchNorm | Quantized | Owner):
+        if isinstance(module, FreezableBatchNorm | Quantized | Owner):
             module.strip()
             swap_back(module)
         enable_fast_path(module)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lowbit.model import freeze, preparation_of, require_preparation
-from lowbit.nn.batch_norm import FoldedBatchNorm
-from lowbit.nn.swap import swap
+from lowbit.nn.batch_norm import FreezableBatchNorm
 from lowbit.oscillation import CodeTrack, Oscillation, code_tracks
 from lowbit.preparation import quantizers, slotted_modules
 from lowbit.record import check_integer
@@ -82,8 +81,6 @@ class Schedule:
             self._tracks = dict(code_tracks(self._model))
             if not self._tracks:
                 raise ValueError("oscillation is set, but no weight of the model has codes to follow")
-        if freeze_batch_norm is not None:
-            _make_freezable(self._model)
         self.count = 0
         self._apply()
 
@@ -140,7 +137,7 @@ class Schedule:
                 quantizer.observing = not self._is_past(self.freeze_scales)
         if self.freeze_batch_norm is not None:
             for module in self._model.modules():
-                if isinstance(module, FoldedBatchNorm):
+                if isinstance(module, FreezableBatchNorm):
                     module.frozen = self._is_past(self.freeze_batch_norm)
 
     def _is_past(self, step: int | None) -> bool:
@@ -170,20 +167,3 @@ def _prepared(model: nn.Module) -> nn.Module:
     require_preparation(model)
     found = [module for module in model.modules() if preparation_of(module) is not None]
     return found[0] if len(found) == 1 else model
-
-
-class _Unfolded(NamedTuple):
-    """In the place of a layer that a batch norm is folded into."""
-
-    folds: bool = False
-
-
-def _make_freezable(model: nn.Module) -> None:
-    """Give batch norms that are not folded the flag ``frozen`` too, which ``train`` does not touch."""
-    for module in list(model.modules()):
-        tracked = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None  # noqa: SLF001
-        if tracked and not isinstance(module, FoldedBatchNorm):
-            swap(module, FoldedBatchNorm)
-            norm: Any = module
-            norm.equip()
-            norm.follow(_Unfolded())

@@ -29,8 +29,6 @@ MORE = {
 }
 SLOW = {"efficientnet": ("w8a8",), "minilm": ("w8a8", "w2a2"), "mobilenet": ("w8a8", "w2a2")}
 PAIRS = [(name, recipe) for name in ALL for recipe in SLOW.get(name, MAIN) + MORE.get(name, ())]
-# Never called as a layer: Whisper adds its weight, which does not train, by itself.
-UNCALLED = ("model.encoder.embed_positions",)
 
 
 @dataclass
@@ -222,6 +220,35 @@ def test_no_tensor_is_held_between_steps(trained: Trained) -> None:
     edges = trained.prepared._lowbit.context.edges
     assert all(edge.source is None and edge.result is None for edge in edges)
     assert not trained.prepared._lowbit.context.owners
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "whisper"])
+def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool) -> None:
+    case = ALL[name]()
+    case.model.train()
+    plain = lowbit.prepare(case.model, lowbit.recipes.w8a8(), case.batch)
+    saving: Any = copy.deepcopy(plain)
+    saving.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        saving.enable_input_require_grads()
+    wanted, got = float_gradients(plain, case), float_gradients(saving, case)
+    assert_same_state(saving, plain)
+    for key, gradient in wanted.items():
+        if gradient is not None:
+            assert_same_bits(got[key], gradient)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "encoder", "unet", "functional", "in_place", "twice"])
+def test_compiled_it_is_the_same(name: str) -> None:
+    torch._dynamo.reset()
+    case = ALL[name]()
+    model = lowbit.prepare(case.model.eval(), lowbit.recipes.w8a8(), case.batch)
+    lowbit.calibrate(model, [case.batch])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_same_bits(logits(call(compiled, case.batch)), logits(call(model, case.batch)))
+    torch._dynamo.reset()
 
 
 def decibels(signal: Tensor, noisy: Tensor) -> float:

@@ -65,7 +65,10 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        batch, length, width = x.shape
+        # Dynamo cannot trace Tensor.unflatten inside a TorchFunctionMode, which a prepared model runs in.
+        heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(attended.transpose(1, 2).flatten(2))
 

@@ -1,4 +1,4 @@
-"""FoldedBatchNorm: a batch norm whose factor is part of the weight of the layer before it."""
+"""Batch norms of a prepared model: they can be frozen, and be part of the weight of the layer before them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,45 @@ from lowbit.nn.swap import Swapped
 _LEAST = 1e-5
 
 
-class FoldedBatchNorm(Swapped):
-    """y = x where the layer before has folded it in, else gamma * (x - mu) / sqrt(var + eps) + beta
+class FreezableBatchNorm(Swapped):
+    """y = gamma * (x - mu) / sqrt(var + eps) + beta,  by the running statistics in eval mode and once frozen"""
 
-    It is settled, and so folded in, in eval mode and once frozen: mu and var are the running statistics. In training
-    they are the batch's, the running ones follow, and the layer before quantizes its weight as if it were folded.
+    def equip(self) -> None:
+        """Start unfrozen."""
+        self.frozen = False
+
+    def strip(self) -> None:
+        """Remove what ``equip`` added."""
+        del self.frozen
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the running statistics are what normalizes, and stay as they are."""
+        return self.frozen or not self.training
+
+    def get_extra_state(self) -> Tensor:
+        """The flag, as a tensor, so that a state_dict holds nothing else."""
+        return torch.tensor([self.frozen], dtype=torch.int32)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Restore the flag."""
+        self.frozen = bool(state.item())
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
+        if not (self.frozen and self.training):
+            return self.float_class.forward(self, input)
+        self.training = False
+        try:
+            return self.float_class.forward(self, input)
+        finally:
+            self.training = True
+
+
+class FoldedBatchNorm(FreezableBatchNorm):
+    """y = x where the layer before has folded it in, which it has once settled; else as any batch norm
+
+    In training the statistics are the batch's, the running ones follow, and the layer before quantizes its weight as if
+    this were folded in.
     """
 
     weight: Any
@@ -27,33 +61,19 @@ class FoldedBatchNorm(Swapped):
     eps: float
 
     def equip(self) -> None:
-        """Start unfrozen."""
-        self.frozen = False
+        super().equip()
         self._layer: tuple[Any, ...] = ()
 
     def strip(self) -> None:
-        """Remove what ``equip`` and ``follow`` added."""
-        del self.frozen, self._layer
+        super().strip()
+        del self._layer
 
     def follow(self, layer: nn.Module) -> None:
         """``layer`` comes before."""
         self._layer = (layer,)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the running statistics are what normalizes."""
-        return self.frozen or not self.training
-
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
-        if self.is_settled and self._layer[0].folds:
-            return input
-        if self.frozen and self.training:
-            self.training = False
-            try:
-                return super().forward(input)
-            finally:
-                self.training = True
-        return super().forward(input)
+        return input if self.is_settled and self._layer[0].folds else super().forward(input)
 
     def factor(self) -> Tensor:
         """f = gamma / sqrt(running_var + eps); without a gradient, and not near 0, while the batch's statistics rule"""
