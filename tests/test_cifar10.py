@@ -183,7 +183,7 @@ def test_a_float_network_must_come_first_and_of_the_same_split(tmp_path, monkeyp
     options = ["cifar10.py", "--quick", "--data", str(tmp_path), "--output", str(tmp_path), "--phase", "qat"]
     write_archive(tmp_path)
     monkeypatch.setattr(sys, "argv", options)
-    with pytest.raises(SystemExit, match=r"float-seed0\.json is missing: run --phase float first"):
+    with pytest.raises(SystemExit, match=r"float-seed0\.json is missing: train that network first"):
         cifar10.main()
     (tmp_path / "float-seed0.json").write_text('{"held_out": 32}')
     with pytest.raises(SystemExit, match="was trained with --held-out 32, not 0"):

@@ -62,7 +62,7 @@ def _restart(module: nn.Module, incompatible_keys: Any) -> None:
     preparation.restarts = False
     for _, holder in slotted_modules(module):
         for slot, role in holder.slots().items():
-            if role == "weight" and holder._modules.get(slot) is not None and holder.can_restart:  # noqa: SLF001
+            if role == "weight" and holder.quantizer(slot) is not None and holder.can_restart:
                 holder.start_weight(slot)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,7 @@ class Use(NamedTuple):
     key: Key
     value: Value
     order: int
+    dims: int
 
 
 @dataclass
@@ -69,11 +70,10 @@ class Site:
 class Flow:
     """All that a run showed. Paths are those of ``named_modules``."""
 
-    uses: dict[str, dict[str, Use]] = field(default_factory=dict)  # of each layer called, by slot
-    sites: list[Site] = field(default_factory=list)
-    folds: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # a layer, and the batch norm that alone takes its output
+    uses: dict[str, dict[str, Use]]  # of each layer called, by slot
+    sites: list[Site]
+    totals: dict[str, dict[str, int]]  # how many ops of each kind a call of an owner runs, where all calls agree
+    folds: list[tuple[str, str]]  # a layer, and the batch norm that alone takes its output
     in_place: bool = False  # some module drops the result of an add_, whose effect it wants
 
 
@@ -187,7 +187,7 @@ class _Recorder(TorchFunctionMode):
 
     def _use(self, x: Tensor) -> Use:
         self.alive.append(x)
-        return Use(_key(x), self.values.get(_key(x), Value()), len(self.alive))
+        return Use(_key(x), self.values.get(_key(x), Value()), len(self.alive), x.dim())
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -248,6 +248,7 @@ class _Recorder(TorchFunctionMode):
         return Flow(
             {path: _named(uses, names) for path, uses in self.uses.items()},
             [Site(s.owner, s.kind, s.number, _named(s.uses, names), s.weights) for s in sites.values()],
+            _agreed(numbers),
             list(self._folds()),
         )
 
@@ -263,14 +264,14 @@ class _Recorder(TorchFunctionMode):
         if op.kind.joins:
             # A key of its own: the consumers of the result take what this quantizer has given.
             value = self.values[op.result]._replace(joined="")
-            uses = {"result_quantizer": Use((-1, op.order), value, op.order)}
+            uses = {"result_quantizer": Use((-1, op.order), value, op.order, op.found[0].dim())}
             return Site(owner, op.kind, number, uses, {})
         uses, weights = {}, {}
         for name, x, key, value in zip(op.kind.operands, op.found, op.keys, op.values, strict=True):
             if name == op.kind.weight and not value.sources:
                 weights[f"{name}_quantizer"] = x
             elif value.sources:
-                uses[f"{name}_quantizer"] = Use(key, value, op.order)
+                uses[f"{name}_quantizer"] = Use(key, value, op.order, x.dim())
         return Site(owner, op.kind, number, uses, weights)
 
     def _folds(self) -> Iterator[tuple[str, str]]:
@@ -291,6 +292,17 @@ def can_fold(layer: Any, norm: Any, dims: int = 0) -> bool:
     outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
     grouped = isinstance(layer, nn.modules.conv._ConvTransposeNd) and layer.groups > 1  # noqa: SLF001
     return outputs == norm.num_features and not grouped and not (isinstance(layer, nn.Linear) and dims > 2)
+
+
+def _agreed(numbers: Mapping[tuple[_Frame, str], int]) -> dict[str, dict[str, int]]:
+    found: dict[tuple[str, str], set[int]] = {}
+    for (frame, kind), count in numbers.items():
+        found.setdefault((frame.path, kind), set()).add(count)
+    totals: dict[str, dict[str, int]] = {}
+    for (path, kind), counts_seen in found.items():
+        if len(counts_seen) == 1:
+            totals.setdefault(path, {})[kind] = counts_seen.pop()
+    return totals
 
 
 def _named(uses: dict[str, Use], names: dict[str, str]) -> dict[str, Use]:

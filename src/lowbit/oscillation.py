@@ -101,7 +101,7 @@ class CodeTrack:
     @property
     def quantizer(self) -> FakeQuantize:
         """What quantizes it."""
-        return self.holder._modules[self.slot]  # type: ignore[return-value]  # noqa: SLF001
+        return self.holder.quantizer(self.slot)
 
     @property
     def frozen_share(self) -> float:
@@ -189,7 +189,7 @@ class CodeTrack:
         weight, holder = self.weight, self.holder
         if holder.slot_weight(self.slot)[0] is weight:
             return value
-        factor: Tensor = holder.prepare_weight(torch.ones_like(weight))  # type: ignore[operator]
+        factor: Tensor = holder.prepare_weight(torch.ones_like(weight))
         return value / factor
 
     def _operand(self) -> tuple[Tensor, int, tuple[int, ...] | None]:
@@ -206,7 +206,7 @@ def code_tracks(model: nn.Module) -> Iterator[tuple[str, CodeTrack]]:
     for path, holder in slotted_modules(model):
         for slot, role in holder.slots().items():
             weight = weight_of(holder, slot) if role == "weight" else None
-            quantizer = holder._modules.get(slot)  # noqa: SLF001
+            quantizer = holder.quantizer(slot)
             if weight is not None and id(weight) not in seen and isinstance(quantizer, FakeQuantize):
                 seen.add(id(weight))
                 yield f"{path}.{_name(slot)}".removeprefix("."), CodeTrack(holder, slot)

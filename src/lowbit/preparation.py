@@ -64,6 +64,9 @@ class Builder:
         self.preparation = Preparation(recipe, traced=flow is not None)
         self.context = self.preparation.context
         self.modules = dict(model.named_modules())
+        self.paths: dict[nn.Module, list[str]] = {}  # a module may have several
+        for path, module in model.named_modules(remove_duplicate=False):
+            self.paths.setdefault(module, []).append(path)
         self.errors: list[str] = []
         self.requests: list[_Request] = []
         self.alive: list[Tensor] = []  # what a parametrization computes would give its id to the next
@@ -95,7 +98,7 @@ class Builder:
     def _choose_layers(self) -> dict[str, Choice]:
         layers = {}
         for path, module in self.modules.items():
-            choice = self.recipe.choose(path, module)
+            choice = self._choose(module, *self.paths[module])
             family, problem = family_of(module), refusal(module)
             if family is None and not problem:
                 self._note_float(path, module)
@@ -109,6 +112,12 @@ class Builder:
                 self.errors.append(f"{path or 'the model'} ({type(module).__name__}): {problem}")
         return layers
 
+    def _choose(self, module: nn.Module, *paths: str) -> Choice:
+        """The first rule that matches one of the paths, else the recipe."""
+        return next(
+            (rule for rule in self.recipe.rules if any(rule.matches(path, module) for path in paths)), self.recipe
+        )
+
     def _note_float(self, path: str, module: nn.Module) -> None:
         if any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
             self.preparation.floats[path] = f"{type(module).__name__} runs in float"
@@ -118,7 +127,7 @@ class Builder:
         chosen: dict[str, dict[str, tuple[Any, Choice]]] = {}
         for site in self.flow.sites if self.flow else ():
             path = _join(site.owner, site.name)
-            choice = self.recipe.choose(path, self.modules[site.owner])
+            choice = self._choose(self.modules[site.owner], path)
             chosen.setdefault(site.owner, {})  # even for none: its ops would count as those of the owner around it
             if self.flow is not None and self.flow.in_place and site.kind.name == "add":
                 self.preparation.floats[path] = "the model drops the result of an in-place sum"
@@ -156,7 +165,8 @@ class Builder:
             elif uses and slot in ATTENTION_INPUTS and slot not in uses:
                 continue  # its tensor is that of an earlier slot, whose quantizer has it
             elif role in ("activation", "share") and choice.activation is not None:
-                per = _activation_per(choice.activation.per, family.kind)
+                kind = "columns" if slot == "attended_value_quantizer" else family.kind
+                per = _activation_per(choice.activation.per, kind)
                 self._request(module, slot, choice.activation, per, uses.get(slot), where, share=role == "share")
             elif role == "output" and choice.output is not None:
                 self._request(module, slot, choice.output, choice.output.per, None, where)
@@ -176,12 +186,13 @@ class Builder:
                 for slot, use in site.uses.items():
                     where = _join(path, f"{name}.{slot}")
                     if choice.activation is not None:
-                        kind = "images" if site.kind.name in ("conv", "conv_transpose", "pool") else "rows"
-                        per = _activation_per(choice.activation.per, kind)
+                        per = _activation_per(choice.activation.per, _kind(site.kind.name, slot, use.dims))
                         self._request(op, slot, choice.activation, per, use, where)
             module: Any = self.modules[path]
             swap(module, Owner)
-            module.equip(ops, self.context)
+            kinds = {op.kind.name for op in ops.values()}
+            totals = self.flow.totals.get(path, {}) if self.flow else {}
+            module.equip(ops, self.context, path, {kind: total for kind, total in totals.items() if kind in kinds})
             self.context.has_ops |= bool(ops)
 
     def _place_weight(self, holder: Slotted, slot: str, spec: QuantSpec, weight: Tensor, axis: int, where: str) -> None:
@@ -191,8 +202,8 @@ class Builder:
         self.alive.append(parameter)
         held = self.weights.setdefault((id(parameter), spec, per), [])
         quantizer: Any = held[0][2] if held else spec.build(per=per).to(weight.device)
-        holder.register_module(slot, quantizer)
         if not held:
+            holder.register_module(slot, quantizer)
             if isinstance(quantizer, FakeQuantize):
                 quantizer.across_ranks = False
             quantizer.start(rows(weight, axis) if runs_over_rows(quantizer) else weight)
@@ -231,13 +242,17 @@ class Builder:
                 quantizer = first.spec.build(per=first.per, signed=first.signed).to(self.device)
             except ValueError as error:
                 raise ValueError(f"{first.path}: {error}") from error
-            if isinstance(quantizer, FakeQuantize) and first.per != first.spec.per:
+            if (
+                isinstance(quantizer, FakeQuantize)
+                and isinstance(first.per, PerChannel)
+                and first.per != first.spec.per
+            ):
                 quantizer.across_ranks = False  # its groups are samples, which belong to one rank
-            edge = Edge(self.context, len(requests)) if len(requests) > 1 else None
-            for request in requests:
-                request.holder.register_module(request.slot, quantizer)
-                if edge is not None:
-                    request.holder.share(request.slot, edge, leads=request is first)
+            first.holder.register_module(first.slot, quantizer)
+            if len(requests) > 1:
+                edge = Edge(self.context, quantizer, len(requests))
+                for request in requests:
+                    request.holder.share(request.slot, edge)
 
     def _equip_norms(self) -> None:
         """Batch norms: those that are folded into the layer before them, and those that stand alone."""
@@ -245,7 +260,7 @@ class Builder:
         for layer_path, norm_path in folds if self.recipe.fold else ():
             layer: Any = self.modules[layer_path]
             norm: Any = self.modules[norm_path]
-            if isinstance(layer, QuantLayer) and layer.weight_quantizer is not None and layer.output_quantizer is None:
+            if isinstance(layer, QuantLayer) and layer.quantizer("weight_quantizer") and not layer.output_quantizer:
                 swap(norm, FoldedBatchNorm)
                 norm.equip()
                 layer.fold(norm)
@@ -261,15 +276,15 @@ class Builder:
     def _share_weights(self) -> None:
         for held in self.weights.values():
             if len(held) > 1:
-                edge = Edge(self.context, len(held))
-                for number, (holder, slot, _) in enumerate(held):
-                    holder.share(slot, edge, leads=number == 0)
+                edge = Edge(self.context, held[0][2], len(held))
+                for holder, slot, _ in held:
+                    holder.share(slot, edge)
 
     def _own_root(self) -> None:
         if not isinstance(self.model, Owner | Quantized):
             swap(self.model, Owner)
             root: Any = self.model
-            root.equip({}, self.context)
+            root.equip({}, self.context, "", {})
 
 
 def dismantle(model: nn.Module) -> None:
@@ -289,13 +304,10 @@ def slotted_modules(model: nn.Module) -> Iterator[tuple[str, Slotted]]:
 
 
 def quantizers(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Every quantizer once: its path, its role, itself."""
-    seen = set()
+    """Every quantizer: its path, its role, itself."""
     for path, holder in slotted_modules(model):
         for slot, role in holder.slots().items():
-            quantizer = holder._modules.get(slot)  # noqa: SLF001
-            if quantizer is not None and id(quantizer) not in seen:
-                seen.add(id(quantizer))
+            if (quantizer := holder._modules.get(slot)) is not None:  # noqa: SLF001
                 yield _join(path, slot), role, quantizer
 
 
@@ -309,9 +321,23 @@ def _weight_per(per: Granularity, weight: Tensor, axis: int) -> Granularity:
     return per
 
 
+def _kind(op: str, slot: str, dims: int) -> str:
+    """How the operand of an op lies: as images, as rows, or as columns, whose rows are summed."""
+    if op in ("conv", "conv_transpose", "pool") or (op in ("add", "cat") and dims > 3):
+        return "images"
+    columns = {
+        "matmul": ("other_quantizer", "mat2_quantizer"),
+        "addmm": ("mat2_quantizer",),
+        "attention": ("value_quantizer",),
+    }
+    return "columns" if slot in columns.get(op, ()) else "rows"
+
+
 def _activation_per(per: Granularity, kind: str) -> Granularity:
-    """A convolution sums over everything but the samples: those are its tokens."""
-    return PerChannel(0) if isinstance(per, PerToken) and kind == "images" else per
+    """Scales must not change along a sum: the tokens of images are samples, and columns have one scale for all."""
+    if not isinstance(per, PerToken) or kind == "rows":
+        return per
+    return PerChannel(0) if kind == "images" else PerTensor()
 
 
 def _neighbours(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -152,7 +152,7 @@ class Schedule:
         """Switch weight quantizers on, each with a scale for the weight as it is now."""
         for _, holder in slotted_modules(self._model):
             for slot, role in holder.slots().items():
-                quantizer: Any = holder._modules.get(slot)  # noqa: SLF001
+                quantizer: Any = holder.quantizer(slot)
                 if role != "weight" or quantizer is None or quantizer.enabled:
                     continue
                 quantizer.enabled = True  # before its start: a folded weight is only folded while it is quantized

@@ -99,7 +99,7 @@ def summary(model: nn.Module) -> Summary:
     lines = []
     for path, holder in slotted_modules(model):
         for slot, role in holder.slots().items():
-            quantizer = holder._modules.get(slot)  # noqa: SLF001
+            quantizer = holder.quantizer(slot)
             if quantizer is not None:
                 lines.append(_line(path, holder, slot, role, quantizer, seen, counted))
     reasons = dict(preparation.floats)

@@ -73,7 +73,7 @@ def assert_alike(state: dict[str, Tensor], single: dict[str, Tensor]) -> None:
         if name.endswith(("low", "high", "initialized", "_extra_state")):
             continue
         assert torch.allclose(value.double(), single[name].double(), rtol=1e-9, atol=1e-12), name
-    for name, value in state.items():
+    for value in state.values():
         gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, value.contiguous())
         for other in gathered:

@@ -275,7 +275,8 @@ def _lowbit(recipe: Callable[[], Recipe]) -> Callable[[nn.Module, Network, Tenso
         prepared = prepare(model, recipe(), inputs, inplace=True)
         roles = [role for _, role, _ in quantizers(prepared)]
         weights = roles.count("weight")
-        return prepared, f"quantizes {weights} weights, {len(roles) - weights} activations; sums and attention too"
+        counts = f"quantizes {weights} weights, {len(roles) - weights} activations"
+        return prepared, f"{counts}; also sums and products outside of layers"
 
     return build
 

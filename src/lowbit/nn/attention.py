@@ -98,7 +98,7 @@ class AttentionLayer(Quantized):
         if need_weights or any(self.is_on(slot) for slot in _BETWEEN):
             attended, shares = self._attend(q, k, v, mask, dropout, need_weights)
         else:
-            if any(self._sees(slot) for slot in _BETWEEN):
+            if any(self.is_active(slot) for slot in _BETWEEN):
                 with torch.no_grad():
                     self._attend(q, k, v, mask, 0.0, need_weights)
             attended, shares = self._attend_fused(q, k, v, mask, dropout, causal, batch), None
@@ -114,16 +114,10 @@ class AttentionLayer(Quantized):
         shares = shares.mean(1) if average_attn_weights else shares
         return output, shares if is_batched else shares.squeeze(0)
 
-    def _sees(self, slot: str) -> bool:
-        """Whether the quantizer in this slot must be shown its data: it is on, or it observes."""
-        return _is_active(self._modules[slot])
-
     def _is_anything_active(self) -> bool:
         # The parent's forward reads out_proj's weight, and would pass its quantizers by.
         outward = self.out_proj.slots() if isinstance(self.out_proj, Quantized) else ()
-        quantizers = [self._modules[slot] for slot in self.slots()]
-        quantizers += [self.out_proj._modules[slot] for slot in outward]  # noqa: SLF001
-        return any(_is_active(quantizer) for quantizer in quantizers)
+        return any(map(self.is_active, self.slots())) or any(map(self.out_proj.is_active, outward))
 
     def _check(
         self,
@@ -176,7 +170,7 @@ class AttentionLayer(Quantized):
     def _quantized(self, name: str) -> Tensor:
         slot = f"{name}_quantizer"
         weight, output_axis = self.slot_weight(slot)
-        return weight if self._modules[slot] is None else self.quantize_weight(slot, weight, output_axis)
+        return self.quantize_weight(slot, weight, output_axis)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         length, batch, _ = x.shape
@@ -263,8 +257,3 @@ def _fast_path_flag(module: nn.Module) -> str:
     if isinstance(module, nn.TransformerEncoderLayer):
         return "activation_relu_or_gelu"
     return "use_nested_tensor" if isinstance(module, nn.TransformerEncoder) else ""
-
-
-def _is_active(quantizer: Any) -> bool:
-    """Whether it quantizes, or takes statistics of what it sees."""
-    return quantizer is not None and (quantizer.enabled or (quantizer.training and quantizer.observing))

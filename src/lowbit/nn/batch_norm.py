@@ -82,7 +82,7 @@ class FoldedBatchNorm(FreezableBatchNorm):
         if self.is_settled:
             return gamma / deviation
         gamma = gamma.detach()
-        return torch.where(gamma < 0, -1.0, 1.0) * gamma.abs().clamp_min(_LEAST) / deviation
+        return gamma.abs().clamp_min(_LEAST).copysign(gamma) / deviation
 
     def folded_bias(self, bias: Tensor | None) -> Tensor:
         """b' = (b - mu) * f + beta"""

@@ -25,12 +25,14 @@ class Context:
 class Edge:
     """A tensor with several consumers is quantized once: the first consumer to come does it, the others take it.
 
+    The quantizer is a child of one consumer, the leader; so it is in the model, and in its state_dict, once.
+
     While compiling there is nothing to keep: the leader quantizes and takes statistics in, the others quantize alone,
     and the compiler finds that they compute the same.
     """
 
-    def __init__(self, context: Context, consumers: int) -> None:
-        self.context, self.consumers = context, consumers
+    def __init__(self, context: Context, quantizer: nn.Module, consumers: int) -> None:
+        self.context, self.quantizer, self.consumers = context, quantizer, consumers
         context.edges.append(self)
         self.clear()
 
@@ -41,25 +43,37 @@ class Edge:
         self.state: tuple[Any, ...] = ()
         self.left = 0
 
-    def quantize(self, quantizer: nn.Module, x: Tensor, *, leads: bool) -> Tensor:
+    def quantize(self, x: Tensor, *, leads: bool) -> Tensor:
         """quantizer(x), computed once for all consumers of x."""
-        if torch.compiler.is_compiling() or not self.context.owners:
+        quantizer = self.quantizer
+        if torch.compiler.is_compiling() or not (self.context.owners or is_recomputing()):
             return quantizer(x) if leads else quantize_only(quantizer, x)
-        state = (0 if x.is_inference() else x._version, torch.is_grad_enabled())  # noqa: SLF001
-        if self.source is x and self.state == state and self.result is not None:
+        # Activation checkpointing runs a part of the model without gradients, or with hooks that save nothing; later it
+        # runs that part alone. A result from outside would be missing then, so each part quantizes for itself.
+        version = 0 if x.is_inference() else x._version  # noqa: SLF001
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
+        state = (version, torch.is_grad_enabled(), hooks)
+        known = self.source is x and self.result is not None and self.state[0] == version
+        if known and self.state == state:
             result = self.result
+            assert result is not None
             self.left -= 1
             if self.left == 0:
                 self.clear()
             return result
-        result = quantizer(x)
+        result = quantize_only(quantizer, x) if known else quantizer(x)
         self.source, self.result, self.state, self.left = x, result, state, self.consumers - 1
         return result
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy holds no tensor."""
         nothing = {"source": None, "result": None, "state": (), "left": 0}
-        return {"context": self.context, "consumers": self.consumers, **nothing}
+        return {"context": self.context, "quantizer": self.quantizer, "consumers": self.consumers, **nothing}
+
+
+def is_recomputing() -> bool:
+    """Whether a backward pass is running: activation checkpointing runs a part of the model again in there."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001
 
 
 def quantize_only(quantizer: Any, x: Tensor) -> Tensor:

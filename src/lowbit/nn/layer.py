@@ -28,6 +28,15 @@ class Quantized(Slotted, Swapped):
         raise NotImplementedError
 
 
+def _tensor(name: str, in_forward: str) -> property:
+    """An attribute that is quantized while the forward runs; hooks set it and delete it as any other."""
+    return property(
+        lambda self: self._read(name, getattr(self, in_forward)),
+        lambda self, value: self.__dict__.__setitem__(name, value),
+        lambda self: self.__dict__.__delitem__(name),
+    )
+
+
 class QuantLayer(Quantized):
     """y = q_out(layer(q_in(x); q_w(w), b)),  the layer being the torch class that this one is mixed into
 
@@ -77,6 +86,7 @@ class QuantLayer(Quantized):
     def strip(self) -> None:
         super().strip()
         del self._norm
+        self.__dict__.pop("_running", None)
 
     def fold(self, norm: FoldedBatchNorm) -> None:
         """``norm`` takes this layer's output, and nothing else does."""
@@ -89,7 +99,7 @@ class QuantLayer(Quantized):
         return bool(self._norm) and self.is_on("weight_quantizer")
 
     def quantized_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._modules.get("input_quantizer") is not None:
+        if self.quantizer("input_quantizer") is not None:
             args, kwargs = self._with_input(args, kwargs)
         object.__setattr__(self, "_running", {})
         try:
@@ -119,7 +129,7 @@ class QuantLayer(Quantized):
     def _along(self, factor: Tensor, weight: Tensor) -> Tensor:
         shape = [1] * weight.dim()
         shape[self.output_axis] = -1
-        return factor.view(shape)
+        return factor.view(shape).to(weight.dtype)
 
     def _prepared_bias(self, bias: Tensor | None) -> Tensor | None:
         if self.folds and self._norm[0].is_settled:
@@ -132,14 +142,16 @@ class QuantLayer(Quantized):
     @torch.no_grad()
     def accumulator_scale(self) -> Tensor:
         """s_x * s_w: one number, or one for each output"""
-        quantizers: Any = self.input_quantizer, self.weight_quantizer
         weight = self.prepare_weight(self._float("weight"))
-        return quantizers[0].params(weight)[0] * quantizers[1].params(weight)[0]
+        scales = [self.quantizer(slot).params(weight)[0] for slot in ("input_quantizer", "weight_quantizer")]
+        return scales[0] * scales[1]
 
     def _float(self, name: str) -> Any:
-        """The parameter, or what a parametrization of the parent class computes in its place."""
+        """The parameter, or what a parametrization or a hook, such as that of pruning, computes in its place."""
         inherited = getattr(type(self).float_class, name, None)
-        return inherited.__get__(self) if isinstance(inherited, property) else self._parameters.get(name, self)
+        if isinstance(inherited, property):
+            return inherited.__get__(self)
+        return self._parameters[name] if name in self._parameters else self.__dict__.get(name, self)
 
     def _read(self, name: str, in_forward: Callable[[Any], Any]) -> Any:
         value = self._float(name)
@@ -152,5 +164,5 @@ class QuantLayer(Quantized):
         return self._running[name]
 
     # What the parent's forward reads; an Any, since torch's own attributes can be set.
-    weight: Any = property(lambda self: self._read("weight", self._quantized_weight))
-    bias: Any = property(lambda self: self._read("bias", self._prepared_bias))
+    weight: Any = _tensor("weight", "_quantized_weight")
+    bias: Any = _tensor("bias", "_prepared_bias")

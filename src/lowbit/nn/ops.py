@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lowbit.nn.context import Context
+from lowbit.nn.context import Context, is_recomputing
 from lowbit.nn.slots import Slotted
 from lowbit.nn.swap import Swapped
 
@@ -89,8 +89,8 @@ def operands(kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> li
 
 
 def counts(kind: Kind, found: list[Any]) -> bool:
-    """Whether a call is one of those that are numbered: of float tensors; their shapes may differ by the batch."""
-    return all(isinstance(operand, Tensor) and operand.is_floating_point() for operand in found)
+    """Whether a call is one of those that are numbered: of float tensors with axes, such as losses have none."""
+    return all(isinstance(operand, Tensor) and operand.is_floating_point() and operand.dim() > 0 for operand in found)
 
 
 class QuantOp(Slotted):
@@ -113,7 +113,7 @@ class QuantOp(Slotted):
         places = list(args)
         for place, name in enumerate(self.kind.operands, self.kind.first):
             slot = f"{name}_quantizer"
-            if self._modules.get(slot) is None:
+            if slot not in self.roles or self.quantizer(slot) is None:
                 continue
             if place < len(places):
                 places[place] = self._operand(slot, places[place])
@@ -132,17 +132,21 @@ class Owner(Swapped):
 
     _context: Context | None = None  # as in a slice of a Sequential, which torch makes of the same class
 
-    def equip(self, ops: Mapping[str, QuantOp], context: Context) -> None:
-        """Take the ops, by names such as add_0; without any, this only says when a run begins and ends."""
+    def equip(self, ops: Mapping[str, QuantOp], context: Context, path: str, totals: Mapping[str, int]) -> None:
+        """Take the ops, by names such as add_0; without any, this only says when a run begins and ends
+
+        ``totals`` are the numbers of ops of each kind that one call runs.
+        """
         if ops:  # a Sequential would take an empty one for one of its own
             self.register_module("quantized_ops", nn.ModuleDict(ops))
         self._context = context
         self._numbers: dict[str, int] = {}
+        self._path, self._totals = path, dict(totals)
 
     def strip(self) -> None:
         """Remove what ``equip`` added."""
         self._modules.pop("quantized_ops", None)
-        del self._context, self._numbers
+        del self._context, self._numbers, self._path, self._totals
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context = self._context
@@ -154,12 +158,25 @@ class Owner(Swapped):
         try:
             if outermost and context.has_ops:
                 with _Watch(context):
-                    return self.float_class.forward(self, *args, **kwargs)
-            return self.float_class.forward(self, *args, **kwargs)
+                    output = self.float_class.forward(self, *args, **kwargs)
+            else:
+                output = self.float_class.forward(self, *args, **kwargs)
+            self._check_totals()
+            return output
         finally:
             context.owners.pop()
-            if outermost:
+            if outermost and (torch.compiler.is_compiling() or not is_recomputing()):
                 context.close()
+
+    def _check_totals(self) -> None:
+        """An op that ran now and not in the example, or the other way round, would have shifted the numbers."""
+        for kind, total in self._totals.items():
+            if (ran := self._numbers.get(kind, 0)) != total:
+                name = f"{self._path}.{kind}_".removeprefix(".")
+                raise RuntimeError(
+                    f"{self._path or 'the model'} ran {ran} ops of kind {kind}, but {total} with prepare's "
+                    f"example_inputs, in eval mode; leave them in float: Rule('{name}*')"
+                )
 
     def run_op(self, kind: Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Number the op, and quantize it if it is one of those chosen."""

@@ -64,12 +64,12 @@ class Recurrent(Quantized):
 
     def _active_roles(self) -> set[str]:
         """The roles of the quantizers that quantize, or take statistics of what they see."""
-        return {role for slot, role in self.slots().items() if _is_active(self._modules[slot])}
+        return {role for slot, role in self.slots().items() if self.is_active(slot)}
 
     def _weight(self, name: str) -> Tensor:
         slot = f"{name}_quantizer"
         weight, output_axis = self.slot_weight(slot)
-        return weight if self._modules[slot] is None else self.quantize_weight(slot, weight, output_axis)
+        return self.quantize_weight(slot, weight, output_axis)
 
 
 class RecurrentLayer(Recurrent):
@@ -381,11 +381,6 @@ def _input_slot(layer: int) -> str:
 
 def _permute(state: Tensor, order: Tensor | None) -> Tensor:
     return state if order is None else state.index_select(1, order)
-
-
-def _is_active(quantizer: Any) -> bool:
-    """Whether it quantizes, or takes statistics of what it sees."""
-    return quantizer is not None and (quantizer.enabled or (quantizer.training and quantizer.observing))
 
 
 def _has_scale(quantizer: Any) -> bool:

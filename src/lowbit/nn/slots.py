@@ -43,7 +43,7 @@ class Slotted(nn.Module):
             self.register_module(slot, quantizers.get(slot))
         self.integer_bias = integer_bias
         self._context = context or Context()
-        self._edges: dict[str, tuple[Edge, bool]] = {}
+        self._edges: dict[str, Edge] = {}
 
     def strip(self) -> None:
         """Remove what ``equip`` added."""
@@ -51,23 +51,32 @@ class Slotted(nn.Module):
             del self._modules[slot]
         del self.integer_bias, self._context, self._edges
 
-    def share(self, slot: str, edge: Edge, *, leads: bool) -> None:
-        """The tensor that the quantizer in this slot takes has other consumers."""
-        self._edges[slot] = edge, leads
+    def share(self, slot: str, edge: Edge) -> None:
+        """The tensor that the quantizer of this slot takes has other consumers; one of them leads."""
+        self._edges[slot] = edge
+
+    def quantizer(self, slot: str) -> Any:
+        """The quantizer of this slot, in it or shared with another module; None where there is none."""
+        edge = self._edges.get(slot)
+        return self._modules.get(slot) if edge is None else edge.quantizer
+
+    def __getattr__(self, name: str) -> Any:
+        """A shared quantizer is an attribute of all that share it."""
+        value = super().__getattr__(name)
+        return self.quantizer(name) if value is None and name in self._edges else value
 
     def quantize(self, slot: str, x: Tensor) -> Tensor:
-        """x as the quantizer in this slot gives it; x itself where there is none, and where x holds no floats."""
-        quantizer = self._modules[slot]
+        """x as the quantizer of this slot gives it; x itself where there is none, and where x holds no floats."""
+        quantizer = self.quantizer(slot)
         if quantizer is None or not x.is_floating_point():
             return x
         if slot in self._edges:
-            edge, leads = self._edges[slot]
-            return edge.quantize(quantizer, x, leads=leads)
+            return self._edges[slot].quantize(x, leads=self._modules.get(slot) is not None)
         return quantizer(x)
 
     def quantize_weight(self, slot: str, weight: Tensor, output_axis: int) -> Tensor:
         """The quantized weight; scales of groups run over it as one row for each output."""
-        quantizer = self._modules[slot]
+        quantizer = self.quantizer(slot)
         if quantizer is None or not runs_over_rows(quantizer):
             return self.quantize(slot, weight)
         shape = weight.movedim(output_axis, 0).shape
@@ -75,18 +84,18 @@ class Slotted(nn.Module):
 
     def start_weight(self, slot: str) -> None:
         """Start the scale of a weight from the weight as it is now."""
-        quantizer: Any = self._modules[slot]
+        quantizer = self.quantizer(slot)
         weight, axis = self.slot_weight(slot)
         quantizer.start(rows(weight, axis) if runs_over_rows(quantizer) else weight)
 
     def is_on(self, slot: str) -> bool:
-        """Whether there is a quantizer in this slot, and enabled."""
-        quantizer: Any = self._modules.get(slot)
+        """Whether this slot has a quantizer, and it is enabled."""
+        quantizer = self.quantizer(slot)
         return quantizer is not None and quantizer.enabled
 
     def is_active(self, slot: str) -> bool:
-        """Whether a quantizer in this slot is on, or wants to see its data."""
-        quantizer: Any = self._modules.get(slot)
+        """Whether this slot has a quantizer that is on, or wants to see its data."""
+        quantizer = self.quantizer(slot)
         return quantizer is not None and (quantizer.enabled or (quantizer.training and quantizer.observing))
 
 
