@@ -116,8 +116,8 @@ class AttentionLayer(Quantized):
 
     def _is_anything_active(self) -> bool:
         # The parent's forward reads out_proj's weight, and would pass its quantizers by.
-        outward = self.out_proj.slots() if isinstance(self.out_proj, Quantized) else ()
-        return any(map(self.is_active, self.slots())) or any(map(self.out_proj.is_active, outward))
+        modules = (self, self.out_proj) if isinstance(self.out_proj, Quantized) else (self,)
+        return any(module.is_active(slot) for module in modules for slot in module.slots())
 
     def _check(
         self,

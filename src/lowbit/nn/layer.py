@@ -121,10 +121,11 @@ class QuantLayer(Quantized):
     def _quantized_weight(self, weight: Tensor) -> Tensor:
         if not self.is_on("weight_quantizer"):
             return weight
-        quantized = self.quantize_weight("weight_quantizer", self.prepare_weight(weight), self.output_axis)
-        if self.folds and not self._norm[0].is_settled:
-            return quantized / self._along(self._norm[0].factor(), weight)
-        return quantized
+        if not self._norm:
+            return self.quantize_weight("weight_quantizer", weight, self.output_axis)
+        factor = self._along(self._norm[0].factor(), weight)
+        quantized = self.quantize_weight("weight_quantizer", weight * factor, self.output_axis)
+        return quantized if self._norm[0].is_settled else quantized / factor
 
     def _along(self, factor: Tensor, weight: Tensor) -> Tensor:
         shape = [1] * weight.dim()

@@ -63,7 +63,7 @@ class Slotted(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """A shared quantizer is an attribute of all that share it."""
         value = super().__getattr__(name)
-        return self.quantizer(name) if value is None and name in self._edges else value
+        return self.quantizer(name) if value is None and name in self.__dict__.get("_edges", ()) else value
 
     def quantize(self, slot: str, x: Tensor) -> Tensor:
         """x as the quantizer of this slot gives it; x itself where there is none, and where x holds no floats."""
