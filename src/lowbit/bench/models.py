@@ -7,7 +7,6 @@ import gc
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -19,6 +18,7 @@ from torch.nn import functional
 from lowbit import recipes
 from lowbit.bench.contenders import UnfitError
 from lowbit.bench.networks import Network
+from lowbit.bench.peers import import_peer
 from lowbit.bench.report import environment, format_seconds
 from lowbit.bench.runner import Clock, alternate, cpu_clock, cuda_clock, cuda_peak_bytes
 from lowbit.model import prepare
@@ -285,7 +285,7 @@ def _torchao(model: nn.Module, network: Network, inputs: Tensor) -> tuple[nn.Mod
     """8-bit affine tokens and 8-bit symmetric rows of weights, both from the data of each batch."""
     if network.convolves:
         raise UnfitError("torchao quantizes linear layers, and this network is made of convolutions")
-    quantization, qat = _import("torchao.quantization"), _import("torchao.quantization.qat")
+    quantization, qat = import_peer("torchao.quantization"), import_peer("torchao.quantization.qat")
     config = qat.QATConfig(
         activation_config=qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
         weight_config=qat.IntxFakeQuantizeConfig(torch.int8, "per_channel"),
@@ -301,7 +301,7 @@ def _brevitas(model: nn.Module, network: Network, inputs: Tensor) -> tuple[nn.Mo
     It takes a percentile of each input in its first 300 batches; here in the first alone, so that what is timed is
     training and not calibration.
     """
-    layers, quant = _import("brevitas.nn"), _import("brevitas.quant")
+    layers, quant = import_peer("brevitas.nn"), import_peer("brevitas.quant")
     act = type("Act", (quant.Int8ActPerTensorFloat,), {"collect_stats_steps": 1})
     schemes = {"weight_quant": quant.Int8WeightPerChannelFloat, "input_quant": act}
     for path, layer in list(model.named_modules()):
@@ -322,15 +322,6 @@ def _brevitas(model: nn.Module, network: Network, inputs: Tensor) -> tuple[nn.Mo
 def _only(model: nn.Module, what: str, *kinds: type[nn.Module]) -> str:
     count = sum(isinstance(module, kinds) for module in model.modules())
     return f"quantizes {count} weights, {count} activations; {what} only"
-
-
-def _import(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        missing = error.name or module
-        own = missing.partition(".")[0] == module.partition(".")[0]
-        raise UnfitError("not installed" if own else f"not importable: {missing} is missing") from error
 
 
 TRAINEES = (

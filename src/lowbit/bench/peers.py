@@ -28,7 +28,7 @@ from lowbit.granularity import PerChannel, PerGroup, PerTensor, PerToken
 
 def torchao(case: Case, data: Data) -> Runnable:
     """torchao.quantization.qat.IntxFakeQuantizer at a given, dynamic or learned scale"""
-    qat = _import("torchao.quantization.qat")
+    qat = import_peer("torchao.quantization.qat")
     if case.op in (Op.QUANTIZE, Op.DEQUANTIZE):
         return _torchao_codes(case, data)
     require_clipping_rule(case, "torchao")
@@ -64,7 +64,7 @@ def _torchao_granularity(case: Case) -> dict[str, Any]:
 
 
 def _torchao_codes(case: Case, data: Data) -> Runnable:
-    primitives = _import("torchao.quantization.quant_primitives")
+    primitives = import_peer("torchao.quantization.quant_primitives")
     if case.has_backward:
         raise UnfitError("torchao's quantize_affine and dequantize_affine have no gradient")
     groups = data.scale.shape
@@ -84,7 +84,7 @@ def _torchao_codes(case: Case, data: Data) -> Runnable:
 
 def brevitas(case: Case, data: Data) -> Runnable:
     """brevitas.core.quant.IntQuant with RoundSte and TensorClamp, at a given or learned scale"""
-    core, wrapper = _import("brevitas.core.quant"), _import("brevitas.core.function_wrapper")
+    core, wrapper = import_peer("brevitas.core.quant"), import_peer("brevitas.core.function_wrapper")
     if case.op not in (Op.FAKE_QUANTIZE, Op.LEARNED):
         raise UnfitError("only Brevitas' IntQuant is measured, which takes a given scale")
     require_clipping_rule(case, "Brevitas")
@@ -109,7 +109,8 @@ def brevitas(case: Case, data: Data) -> Runnable:
     return Runnable(forward, learned, lsq_factor(case))
 
 
-def _import(module: str) -> Any:
+def import_peer(module: str) -> Any:
+    """A peer's module; where it is missing, its rows say so."""
     try:
         return import_module(module)
     except ImportError as error:
