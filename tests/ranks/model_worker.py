@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 
 import torch
@@ -123,6 +124,7 @@ def main() -> None:
         check()
         dist.barrier()  # a rank that leaves early would close the connections of the others
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may still run, and the interpreter's own end would abort on them
 
 
 if __name__ == "__main__":
