@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowbit.fake_quantize import FakeQuantize
 from lowbit.nn.batch_norm import FreezableBatchNorm
+from lowbit.nn.quantizers import Stateless
 from lowbit.preparation import slotted_modules
 
-_IDENTITY = "_quantizer._extra_state"
+_IDENTITY = "._extra_state"
 
 
 def guard_loading(model: nn.Module) -> None:
@@ -29,14 +31,14 @@ def _check(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
     flags, own = _own_state(module, prefix)
     for key, value in flags.items():
         state_dict.setdefault(key, value)
-    here = {_layer(key) for key in own}
-    there = {_layer(key) for key in state_dict if key.startswith(prefix) and "_quantizer." in key}
+    here = {_quantizer(key) for key in own} - {""}
+    there = {_quantizer(key) for key in state_dict if key.startswith(prefix)} - {""}
     if not there:  # a float checkpoint
         state_dict.update(own)
         module._lowbit.restarts = True  # type: ignore[union-attr]  # noqa: SLF001
         return
     differing = {
-        _layer(key)
+        _quantizer(key)
         for key, value in own.items()
         if key.endswith(_IDENTITY) and key in state_dict and _identity(value) != _identity(state_dict[key])
     }
@@ -62,19 +64,23 @@ def _restart(module: nn.Module, incompatible_keys: Any) -> None:
     preparation.restarts = False
     for _, holder in slotted_modules(module):
         for slot, role in holder.slots().items():
-            if role == "weight" and holder.quantizer(slot) is not None and holder.can_restart:
+            if role == "weight" and holder.quantizer(slot) is not None:
                 holder.start_weight(slot)
 
 
 def _own_state(module: nn.Module, prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the model would save besides the float model's tensors: flags of batch norms, and the quantizers."""
-    state = {prefix + key: value for key, value in module.state_dict().items()}
-    quantizers = {key: value for key, value in state.items() if "_quantizer." in key}
-    flags = {key: value for key, value in state.items() if key.endswith("._extra_state") and key not in quantizers}
-    norms = {f"{prefix}{path}." for path, norm in module.named_modules() if isinstance(norm, FreezableBatchNorm)}
-    return {key: value for key, value in flags.items() if key.removesuffix("_extra_state") in norms}, quantizers
+    parts: dict[type, dict[str, Any]] = {FreezableBatchNorm: {}, nn.Module: {}}
+    for path, child in module.named_modules():
+        if isinstance(child, FakeQuantize | Stateless | FreezableBatchNorm):
+            kind = FreezableBatchNorm if isinstance(child, FreezableBatchNorm) else nn.Module
+            state = child.state_dict(prefix=f"{prefix}{path}.")
+            flags = (key for key in state if kind is nn.Module or key.endswith("_extra_state"))
+            parts[kind].update({key: state[key] for key in flags})
+    return parts[FreezableBatchNorm], parts[nn.Module]
 
 
-def _layer(key: str) -> str:
-    """The quantizer that a key of the state_dict belongs to."""
-    return key[: key.index("_quantizer.") + len("_quantizer")].replace("quantized_ops.", "")
+def _quantizer(key: str) -> str:
+    """The path of the quantizer whose identity this key of a state_dict holds; "" for any other key."""
+    path, found, _ = key.rpartition(_IDENTITY)
+    return path.replace("quantized_ops.", "") if found and "_quantizer" in path.rpartition(".")[2] else ""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowbit.checkpoint import guard_loading, unguard_loading
+from lowbit.fake_quantize import FakeQuantize
 from lowbit.flow import call, trace
 from lowbit.nn.batch_norm import FreezableBatchNorm
-from lowbit.preparation import Builder, Preparation, dismantle, quantizers
+from lowbit.nn.quantizers import Stateless
+from lowbit.preparation import Builder, Preparation, dismantle, quantizers, slotted_modules
 from lowbit.recipe import Recipe
 from lowbit.scale import Learned
 
@@ -25,8 +28,8 @@ def prepare(model: Model, recipe: Recipe, example_inputs: Any = None, *, inplace
 
     Every layer keeps its name, its parameters and its class (as a subclass of it), so that checkpoints, optimizers and
     isinstance work on. ``example_inputs`` is one batch, passed as ``model(b)``, ``model(*b)`` or ``model(**b)`` by its
-    type; it is run once, in eval mode, to see how data flows: convolutions and linear layers with the batch norm that
-    follows (trained folded), residual sums, concatenations, products outside of layers, tensors with several consumers
+    type; the model runs it, in eval mode, to see how data flows: convolutions and linear layers with a batch norm after
+    them (trained folded), residual sums, concatenations, products outside of layers, tensors with several consumers
     (one quantizer for each), and what can't be negative (which needs no sign). Without it, only what the module tree
     shows is quantized, and ``summary`` says what that left out.
 
@@ -47,6 +50,8 @@ def prepare(model: Model, recipe: Recipe, example_inputs: Any = None, *, inplace
         raise TypeError("the model is compiled already; prepare it first, and compile what prepare gives")
     earlier = preparation_of(model)
     if earlier is not None:
+        if example_inputs is not None and not earlier.traced:
+            raise ValueError("the model was prepared without example_inputs; call lowbit.restore(model) first")
         if earlier.recipe == recipe:
             return model if inplace else copy.deepcopy(model)
         raise ValueError("the model is prepared already, by another recipe; call lowbit.restore(model) first")
@@ -58,8 +63,10 @@ def prepare(model: Model, recipe: Recipe, example_inputs: Any = None, *, inplace
     preparation = Builder(prepared, recipe, flow).build()
     object.__setattr__(prepared, "_lowbit", preparation)
     guard_loading(prepared)
-    for _, _, quantizer in quantizers(prepared):
-        quantizer.train(prepared.training)
+    for _, holder in slotted_modules(prepared):
+        for quantizer in holder.children():
+            if isinstance(quantizer, FakeQuantize | Stateless):
+                quantizer.train(holder.training)
     return prepared
 
 
@@ -99,6 +106,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     A batch is passed as ``model(b)``, ``model(*b)`` or ``model(**b)`` by its type. Afterwards nothing but the state of
     quantizers has changed. Gives the number of batches.
     """
+    if isinstance(batches, Tensor | Mapping):
+        raise TypeError(f"batches is a {type(batches).__name__}; pass an iterable of batches, such as [batch]")
     require_preparation(model)
     found = [(role, quantizer) for _, role, quantizer in quantizers(model)]
     count = 0
@@ -135,7 +144,9 @@ def _flags(model: nn.Module) -> Iterator[None]:
 
 
 def freeze(model: Model, *, scales: bool = True, batch_norm: bool = True) -> Model:
-    """Stop every statistic, in place: no scale follows the data any longer, and batch norms use what they have
+    """Stop every statistic, in place: no kept scale follows the data any longer, and batch norms use what they have
+
+    The scales of PerBatch are kept nowhere: they follow each batch as before.
 
     Weights and learned scales can still be trained. What is frozen stays so in training mode.
     """
@@ -152,6 +163,10 @@ def freeze(model: Model, *, scales: bool = True, batch_norm: bool = True) -> Mod
 @torch.no_grad()
 def estimate_batch_norm(model: nn.Module, batches: Iterable[Any]) -> int:
     """Running statistics anew, as the mean over these batches; nothing else changes. Gives the number of batches."""
+    batches = iter(batches)
+    first = next(batches, None)
+    if first is None:
+        raise ValueError("batches is empty; estimate_batch_norm needs at least one batch")
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]  # noqa: SLF001
     momenta = [(norm, norm.momentum, getattr(norm, "frozen", False)) for norm in norms]
     count = 0
@@ -164,7 +179,7 @@ def estimate_batch_norm(model: nn.Module, batches: Iterable[Any]) -> int:
             if isinstance(norm, FreezableBatchNorm):
                 norm.frozen = False
         try:
-            for batch in batches:
+            for batch in chain([first], batches):
                 call(model, batch)
                 count += 1
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -78,30 +79,46 @@ class Builder:
         layers = self._choose_layers()
         ops = self._choose_ops()
         self._check_rules()
+        self._raise_errors()
+        try:
+            self._change(layers, ops)
+        except BaseException:
+            dismantle(self.model)  # whole or not at all
+            raise
+        return self.preparation
+
+    def _change(self, layers: dict[str, Choice], ops: dict[str, dict[str, tuple[Any, Choice]]]) -> None:
+        for module in self.modules.values():
+            disable_fast_path(module)
+        for path, choice in layers.items():
+            self._equip(path, choice)
+        self._equip_ops(ops)
+        self._raise_errors()
+        self._place_activations()
+        self._equip_norms()
+        self._share_weights()
+        self._own_root()
+        if next(quantizers(self.model), None) is None:
+            raise ValueError("the recipe quantizes nothing of this model; give it a weight or an activation that fits")
+
+    def _raise_errors(self) -> None:
         if self.errors:
             raise ValueError(
                 "the recipe would quantize these, but can't:\n  "
                 + "\n  ".join(self.errors)
                 + "\nleave each in float by a rule (Rule(match)), or allow it by name (allow_float)"
             )
-        for module in self.modules.values():
-            disable_fast_path(module)
-        for path, choice in layers.items():
-            self._equip(path, choice)
-        self._equip_ops(ops)
-        self._place_activations()
-        self._equip_norms()
-        self._share_weights()
-        self._own_root()
-        return self.preparation
 
     def _choose_layers(self) -> dict[str, Choice]:
         layers = {}
         for path, module in self.modules.items():
             choice = self._choose(module, *self.paths[module])
             family, problem = family_of(module), refusal(module)
+            attention = path.removesuffix(".out_proj")
             if family is None and not problem:
                 self._note_float(path, module)
+            elif attention in self.preparation.floats and isinstance(self.modules[attention], nn.MultiheadAttention):
+                self.preparation.floats[path] = f"part of {attention}, which is in float"
             elif not any((choice.weight, choice.activation, choice.output)):
                 self.preparation.floats[path] = _why_float(choice)
             elif not (problem := problem or _bias_problem(choice)):
@@ -143,11 +160,16 @@ class Builder:
         ops = [
             (_join(site.owner, site.name), self.modules[site.owner]) for site in (self.flow.sites if self.flow else ())
         ]
-        places = [*self.model.named_modules(remove_duplicate=False), *ops]
+        modules = list(self.model.named_modules(remove_duplicate=False))
+        places = [(path, module) for path, module in modules if _is_place(module)]
         for number, rule in enumerate(self.recipe.rules):
-            if not any(rule.matches(path, module) for path, module in places):
-                hint = "" if self.flow is not None else "; ops such as *.add_0 are seen only with example_inputs"
-                raise ValueError(f"rules[{number}] matches nothing in the model: match is {rule.pattern!r}{hint}")
+            if any(rule.matches(path, module) for path, module in (*places, *ops)):
+                continue
+            others = [path for path, module in modules if rule.matches(path, module)]
+            hint = f"; {others[0] or 'the model'} is no layer, but may hold some: {others[0]}.*" if others else ""
+            if self.flow is None:
+                hint += "; ops such as *.add_0 are seen only with example_inputs"
+            raise ValueError(f"rules[{number}] matches nothing in the model: match is {rule.pattern!r}{hint}")
 
     def _equip(self, path: str, choice: Choice) -> None:
         module: Any = self.modules[path]
@@ -155,8 +177,7 @@ class Builder:
         assert family is not None
         swap(module, family.mixin)
         uses = self.flow.uses.get(path, {}) if self.flow else {}
-        integer_bias = choice.bias and getattr(module, "bias", None) is not None
-        module.equip({}, integer_bias=integer_bias, context=self.context)
+        module.equip({}, integer_bias=choice.bias, context=self.context)
         for slot, role in module.slots().items():
             where = f"{path}.{slot}".removeprefix(".")
             if role == "weight" and choice.weight is not None:
@@ -176,7 +197,7 @@ class Builder:
             ops = {}
             for name, (site, choice) in sites.items():
                 roles = dict.fromkeys(site.uses, "activation") | dict.fromkeys(site.weights, "weight")
-                op = ops[name] = QuantOp(site.kind, roles)
+                op = ops[name] = QuantOp(site.kind, roles, site.weights)
                 op.equip({}, context=self.context)
                 for slot, weight in site.weights.items():
                     where = _join(path, f"{name}.{slot}")
@@ -206,7 +227,13 @@ class Builder:
             holder.register_module(slot, quantizer)
             if isinstance(quantizer, FakeQuantize):
                 quantizer.across_ranks = False
-            quantizer.start(rows(weight, axis) if runs_over_rows(quantizer) else weight)
+            laid_out = rows(weight, axis) if runs_over_rows(quantizer) else weight
+            try:
+                per.scale_shape(laid_out.shape)
+            except ValueError as error:
+                self.errors.append(f"{where}: {error}")
+                return
+            quantizer.start(laid_out)
         held.append((holder, slot, quantizer))
 
     def _request(
@@ -237,9 +264,12 @@ class Builder:
             first = requests[0]
             join = joined.get(first.use.value.joined) if first.use and first.use.value.joined else None
             if join is not None and (join.spec, join.per) == (first.spec, first.per):
-                continue  # on that join's grid already
+                for request in requests:  # on that join's grid already
+                    request.holder.find_on_grid(request.slot, join.holder.quantizer(join.slot))
+                continue
             try:
-                quantizer = first.spec.build(per=first.per, signed=first.signed).to(self.device)
+                device = next((parameter.device for parameter in first.holder.parameters()), self.device)
+                quantizer = first.spec.build(per=first.per, signed=first.signed).to(device)
             except ValueError as error:
                 raise ValueError(f"{first.path}: {error}") from error
             if (
@@ -256,10 +286,12 @@ class Builder:
 
     def _equip_norms(self) -> None:
         """Batch norms: those that are folded into the layer before them, and those that stand alone."""
-        folds = self.flow.folds if self.flow else list(_neighbours(self.model))
+        folds = self.flow.folds if self.flow else self._neighbours()
         for layer_path, norm_path in folds if self.recipe.fold else ():
             layer: Any = self.modules[layer_path]
             norm: Any = self.modules[norm_path]
+            if isinstance(self._choose(norm, *self.paths[norm]), Rule):
+                continue  # a rule that names the norm leaves it alone
             if isinstance(layer, QuantLayer) and layer.quantizer("weight_quantizer") and not layer.output_quantizer:
                 swap(norm, FoldedBatchNorm)
                 norm.equip()
@@ -272,6 +304,19 @@ class Builder:
                 alone: Any = module
                 swap(alone, FreezableBatchNorm)
                 alone.equip()
+
+    def _neighbours(self) -> Iterator[tuple[str, str]]:
+        """Convolutions and batch norms side by side in a Sequential, which is all that the module tree shows."""
+        for path, module in self.modules.items():
+            if type(module).forward is not nn.Sequential.forward and type(module) is not nn.Sequential:
+                continue
+            for (name, layer), (next_name, norm) in pairwise(module._modules.items()):  # noqa: SLF001
+                if layer is None or norm is None or isinstance(layer, nn.Linear):  # whose input may have more axes
+                    continue
+                once = len(self.paths[layer]) == len(self.paths[norm]) == 1
+                is_norm = isinstance(norm, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001
+                if once and is_norm and can_fold(layer, norm):
+                    yield _join(path, name), _join(path, next_name)
 
     def _share_weights(self) -> None:
         for held in self.weights.values():
@@ -291,7 +336,8 @@ def dismantle(model: nn.Module) -> None:
     """Take every quantizer out again."""
     for module in list(model.modules()):
         if isinstance(module, FreezableBatchNorm | Quantized | Owner):
-            module.strip()
+            with suppress(AttributeError, KeyError):  # where it was not equipped yet
+                module.strip()
             swap_back(module)
         enable_fast_path(module)
 
@@ -340,14 +386,10 @@ def _activation_per(per: Granularity, kind: str) -> Granularity:
     return PerChannel(0) if kind == "images" else PerTensor()
 
 
-def _neighbours(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Layers and batch norms side by side in a Sequential, which is all that the module tree shows."""
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Sequential):
-            children = list(module.named_children())
-            for (name, layer), (next_name, norm) in pairwise(children):
-                if isinstance(norm, nn.modules.batchnorm._BatchNorm) and can_fold(layer, norm):  # noqa: SLF001
-                    yield _join(path, name), _join(path, next_name)
+def _is_place(module: nn.Module) -> bool:
+    """Whether a rule may speak of this module: a layer, one that would be if it could, or a batch norm."""
+    is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001
+    return family_of(module) is not None or bool(refusal(module)) or is_norm
 
 
 def _bias_problem(choice: Choice) -> str:

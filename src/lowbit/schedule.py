@@ -156,7 +156,7 @@ class Schedule:
                 if role != "weight" or quantizer is None or quantizer.enabled:
                     continue
                 quantizer.enabled = True  # before its start: a folded weight is only folded while it is quantized
-                if holder.can_restart and isinstance(getattr(quantizer, "scale_mode", None), EMA | Learned):
+                if isinstance(getattr(quantizer, "scale_mode", None), EMA | Learned):
                     holder.start_weight(slot)
 
 

@@ -111,10 +111,18 @@ def summary(model: nn.Module) -> Summary:
         if own or path in reasons:
             size = sum(parameter.numel() for parameter in own)
             weight = sum(parameter.nbytes for parameter in own)
-            reason = reasons.pop(path, "biases" if isinstance(module, Slotted) else "no quantizer of this type")
+            reason = reasons.pop(path, _reason(module))
             lines.append(Line(path, _type(module), "", "", size, weight, weight, reason))
     lines.extend(Line(path, "op", "", "", 0, 0, 0, reason) for path, reason in reasons.items())
     return Summary(tuple(lines), preparation.traced)
+
+
+def _reason(module: nn.Module) -> str:
+    """Why parameters of a module are in float, where the preparation did not say."""
+    if not isinstance(module, Slotted):
+        return "no quantizer of this type"
+    roles = [role for slot, role in module.slots().items() if module.quantizer(slot) is not None]
+    return "bias" if "weight" in roles else "its weight is not quantized"
 
 
 def _line(
@@ -124,8 +132,8 @@ def _line(
     where = f"{path}.{slot}".removeprefix(".")
     first = seen.setdefault(id(quantizer), where)
     text = _describe(quantizer) if first == where else f"shared with {first}"
-    parameter = holder._parameters.get(name)  # noqa: SLF001
-    if role != "weight" or not holder.can_restart or (parameter is not None and id(parameter) in counted):
+    parameter = holder.slot_parameter(slot) if role == "weight" else None
+    if role != "weight" or (parameter is not None and id(parameter) in counted):
         return Line(path, _type(holder), name, text, 0, 0, 0)
     if parameter is not None:
         counted.add(id(parameter))

@@ -144,7 +144,7 @@ class QuantLayer(Quantized):
     def accumulator_scale(self) -> Tensor:
         """s_x * s_w: one number, or one for each output"""
         weight = self.prepare_weight(self._float("weight"))
-        scales = [self.quantizer(slot).params(weight)[0] for slot in ("input_quantizer", "weight_quantizer")]
+        scales = [self.grid_of(slot).params(weight)[0] for slot in ("input_quantizer", "weight_quantizer")]
         return scales[0] * scales[1]
 
     def _float(self, name: str) -> Any:
@@ -161,7 +161,10 @@ class QuantLayer(Quantized):
         if self._running is None:
             return value
         if name not in self._running:
-            self._running[name] = in_forward(value)
+            try:
+                self._running[name] = in_forward(value)
+            except AttributeError as error:  # which torch would take for a missing attribute
+                raise RuntimeError(f"the {name} of a {type(self).__name__} could not be quantized: {error}") from error
         return self._running[name]
 
     # What the parent's forward reads; an Any, since torch's own attributes can be set.

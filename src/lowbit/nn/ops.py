@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lowbit.nn.context import Context, is_recomputing
 from lowbit.nn.slots import Slotted
 from lowbit.nn.swap import Swapped
+from lowbit.scale import NotCalibratedError
 
 
 class Kind(NamedTuple):
@@ -96,14 +97,21 @@ def counts(kind: Kind, found: list[Any]) -> bool:
 class QuantOp(Slotted):
     """y = op(q_0(x_0), q_1(x_1), …);  of a concatenation, y = q(op(x_0, x_1, …)), which is one scale for all"""
 
-    can_restart = False
-
-    def __init__(self, kind: Kind, roles: Mapping[str, str]) -> None:
+    def __init__(self, kind: Kind, roles: Mapping[str, str], weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.kind, self.roles = kind, dict(roles)
+        self._weights = {slot: (weight,) for slot, weight in weights.items()}  # which belong to another module
 
     def slots(self) -> dict[str, str]:
         return self.roles
+
+    def slot_weight(self, slot: str) -> tuple[Tensor, int]:
+        (weight,) = self._weights[slot]
+        return weight, self.kind.output_axis % weight.dim()
+
+    def slot_parameter(self, slot: str) -> Any:
+        (weight,) = self._weights[slot]
+        return weight if isinstance(weight, nn.Parameter) else None
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """function(*args, **kwargs), quantized"""
@@ -138,7 +146,7 @@ class Owner(Swapped):
         ``totals`` are the numbers of ops of each kind that one call runs.
         """
         if ops:  # a Sequential would take an empty one for one of its own
-            self.register_module("quantized_ops", nn.ModuleDict(ops))
+            self.register_module("quantized_ops", nn.ModuleDict(ops).train(self.training))
         self._context = context
         self._numbers: dict[str, int] = {}
         self._path, self._totals = path, dict(totals)
@@ -161,12 +169,23 @@ class Owner(Swapped):
                     output = self.float_class.forward(self, *args, **kwargs)
             else:
                 output = self.float_class.forward(self, *args, **kwargs)
+        except NotCalibratedError as error:
+            raise (self._name_waiting(error) if outermost else error) from error
+        else:
             self._check_totals()
             return output
         finally:
             context.owners.pop()
             if outermost and (torch.compiler.is_compiling() or not is_recomputing()):
                 context.close()
+
+    def _name_waiting(self, error: NotCalibratedError) -> NotCalibratedError:
+        """The same error, with the paths of the quantizers that have no scale yet."""
+        waiting = [name for name, module in self.named_modules() if getattr(module, "is_ready", True) is False]
+        paths = ", ".join(waiting).replace("quantized_ops.", "")
+        return NotCalibratedError(
+            f"no scale yet: {paths}; call lowbit.calibrate(model, batches), or train a step first"
+        )
 
     def _check_totals(self) -> None:
         """An op that ran now and not in the example, or the other way round, would have shifted the numbers."""

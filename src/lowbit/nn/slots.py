@@ -18,7 +18,6 @@ class Slotted(nn.Module):
     """
 
     integer_bias: bool
-    can_restart = True  # whether slot_weight is known at any time
 
     def slots(self) -> dict[str, str]:
         """The role of each quantizer that this module has a place for."""
@@ -27,6 +26,10 @@ class Slotted(nn.Module):
     def slot_weight(self, slot: str) -> tuple[Tensor, int]:
         """The tensor that the weight quantizer in this slot takes, and the axis of its outputs."""
         raise NotImplementedError
+
+    def slot_parameter(self, slot: str) -> Any:
+        """The Parameter whose quantizer this slot holds; None where a weight is computed from others."""
+        return self._parameters.get(slot.removesuffix("_quantizer"))
 
     def equip(
         self,
@@ -44,16 +47,25 @@ class Slotted(nn.Module):
         self.integer_bias = integer_bias
         self._context = context or Context()
         self._edges: dict[str, Edge] = {}
+        self._grids: dict[str, Any] = {}
 
     def strip(self) -> None:
         """Remove what ``equip`` added."""
         for slot in self.slots():
             del self._modules[slot]
-        del self.integer_bias, self._context, self._edges
+        del self.integer_bias, self._context, self._edges, self._grids
 
     def share(self, slot: str, edge: Edge) -> None:
         """The tensor that the quantizer of this slot takes has other consumers; one of them leads."""
         self._edges[slot] = edge
+
+    def find_on_grid(self, slot: str, quantizer: nn.Module) -> None:
+        """What comes in by this slot lies on the grid of another module's quantizer already."""
+        self._grids[slot] = quantizer
+
+    def grid_of(self, slot: str) -> Any:
+        """The quantizer on whose grid the values of this slot lie, here or elsewhere; None where on none."""
+        return self.quantizer(slot) or self._grids.get(slot)
 
     def quantizer(self, slot: str) -> Any:
         """The quantizer of this slot, in it or shared with another module; None where there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 from torch import nn
@@ -19,11 +20,23 @@ class Swapped(nn.Module):
         super().__init_subclass__(**kwargs)
         if len(cls.__bases__) == 2 and issubclass(cls.__bases__[0], Swapped):
             cls.mixin, cls.float_class = cls.__bases__
+            cls.forward = _with_signature(cls.mixin, cls.float_class)
             _CLASSES.setdefault((cls.mixin, cls.float_class), cls)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copied and pickled by its two classes: a class made at run time has no place to be imported from."""
         return _new, (self.mixin, self.float_class), self.__getstate__()
+
+
+def _with_signature(mixin: type[nn.Module], float_class: type[nn.Module]) -> Any:
+    """The mixin's forward, which says that it takes what the float class's takes: others look at that."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return mixin.forward(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(float_class.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = float_class.forward.__doc__
+    return forward
 
 
 def swapped_class(mixin: type[nn.Module], float_class: type[nn.Module]) -> type[nn.Module]:
