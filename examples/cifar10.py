@@ -36,7 +36,7 @@ from trainer import FLOAT_BITS, PADDING, Labelled, Settings, Trainer, accuracy, 
 
 import lowbit
 
-# Learning rate and weight decay as in APoT's published code.
+# The learning rates are those of APoT's published code; the weight decay falls with the bits as in LSQ's paper.
 RATES = {FLOAT_BITS: 0.1}
 QUANTIZED_RATE = 0.04
 WEIGHT_DECAYS = {FLOAT_BITS: 5e-4, 4: 5e-4, 3: 2.5e-4, 2: 1.25e-4}
@@ -177,7 +177,8 @@ def choose_settings(options: argparse.Namespace, bits: int, seed: int) -> Settin
     """The defaults for these bits, where no option says otherwise."""
     rate = RATES.get(bits, QUANTIZED_RATE) if options.rate is None else options.rate
     decay = WEIGHT_DECAYS.get(bits, QUANTIZED_WEIGHT_DECAY) if options.weight_decay is None else options.weight_decay
-    return Settings(bits, seed, rate, decay, options.batch_size, 0.0 if bits == FLOAT_BITS else options.distill)
+    distill = 0.0 if bits == FLOAT_BITS else options.distill
+    return Settings(bits, seed, rate, decay, options.batch_size, distill, options.scale_rate)
 
 
 def load_split(options: argparse.Namespace, device: torch.device) -> Split:
@@ -305,6 +306,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--rate", type=float, help=f"learning rate (default {RATES[FLOAT_BITS]}, qat {QUANTIZED_RATE})")
     parser.add_argument("--weight-decay", type=float, help="of the weights (default: by the number of bits)")
+    parser.add_argument("--scale-rate", type=float, default=0.1, help="rate of learned scales, times that of weights")
     parser.add_argument("--distill", type=float, default=0.0, help="share of the float network's word in the qat loss")
     parser.add_argument("--held-out", type=int, default=0, help="training images to evaluate on, not the test images")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")

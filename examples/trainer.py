@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import lowbit
+
 FLOAT_BITS = 32  # of a network that is not quantized
 PADDING = 4
 PIXEL_MEAN, PIXEL_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -58,6 +60,7 @@ class Settings(NamedTuple):
     weight_decay: float
     batch_size: int
     distill: float
+    scale_rate: float
 
     @property
     def name(self) -> str:
@@ -83,12 +86,18 @@ class Trainer:
         self.flip = torch.zeros(len(self.order), dtype=torch.bool, device=device)
         self.within = torch.arange(settings.batch_size, device=device)
         self.rates, self.rate = torch.zeros(self.steps, device=device), torch.zeros((), device=device)
+        self.scale_rate = torch.zeros((), device=device)
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
         self.loss = torch.zeros((), device=device)
-        # Scales, biases and batch norm are not decayed.
-        weights = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() <= 1]
-        groups = [{"params": weights, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        # Scales, biases and batch norm are not decayed; scales have a rate of their own.
+        scales = [] if settings.bits == FLOAT_BITS else lowbit.scale_parameters(model)
+        rest = [p for p in model.parameters() if all(p is not scale for scale in scales)]
+        groups = [
+            {"params": [p for p in rest if p.dim() > 1], "weight_decay": settings.weight_decay},
+            {"params": [p for p in rest if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": scales, "weight_decay": 0.0, "lr": self.scale_rate},
+        ]
+        groups = [group for group in groups if group["params"]]
         self.optimizer = torch.optim.SGD(groups, lr=self.rate, momentum=0.9, nesterov=True, fused=True)
         self.stream = torch.cuda.Stream() if device.type == "cuda" else None
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -168,6 +177,7 @@ class Trainer:
                 loss = (1 - weight) * loss + weight * soft
         loss.backward()
         self.rate.copy_(self.rates.index_select(0, self.index).squeeze())
+        self.scale_rate.copy_(self.rate * self.settings.scale_rate)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.loss += loss.detach() / self.steps

@@ -115,7 +115,7 @@ def test_the_networks_have_the_published_size():
 
 def make_trainer() -> Trainer:
     padded = torch.from_numpy(random_pixels(24, 32 + 2 * PADDING, 32 + 2 * PADDING, 3))
-    settings = Settings(FLOAT_BITS, seed=0, rate=0.1, weight_decay=0.0, batch_size=8, distill=0.0)
+    settings = Settings(FLOAT_BITS, seed=0, rate=0.1, weight_decay=0.0, batch_size=8, distill=0.0, scale_rate=0.1)
     return Trainer(resnet20(), None, settings, padded, torch.arange(24) % 10)
 
 

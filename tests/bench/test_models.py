@@ -132,7 +132,7 @@ def test_a_missing_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> 
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
 
-    monkeypatch.setattr(models, "import_module", missing)
+    monkeypatch.setattr(peers, "import_module", missing)
     rows = rows_of(TRANSFORMER, NAMES["torchao"], NAMES["brevitas"])
     assert rows["torchao"].note == rows["brevitas"].note == "not installed"
     assert rows["torchao"].status == rows["brevitas"].status == "skipped"
