@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.bench import __main__ as command
-from lowbit.bench import models, networks
+from lowbit.bench import models, networks, peers
 from lowbit.bench.contenders import UnfitError
 from lowbit.bench.models import FLOAT, TRAINEES, ModelRow, Trainee
 from lowbit.bench.networks import QUICK_NETWORKS, Network
