@@ -17,6 +17,9 @@ PIXEL_MEAN, PIXEL_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 TEMPERATURE = 4.0  # of distillation
 EVALUATION_BATCH = 1000
 WARM_UP_STEPS = 3
+RISE = (
+    0.03  # the share of a training in which the learning rate rises: a full rate at once would undo what float learned
+)
 
 Labelled = tuple[Tensor, Tensor]  # uint8 images [n, height, width, channel], int64 labels
 
@@ -134,14 +137,15 @@ class Trainer:
         self.synchronize()
 
     def begin_epoch(self, progress: float, until: float) -> None:
-        """Draw a new order, crops and flips; the learning rate follows a cosine, from ``progress`` 0 to 1."""
+        """Draw a new order, crops and flips; the learning rate rises, and follows a cosine, from ``progress`` 0 to 1."""
         device, generator, count = self.labels.device, self.generator, len(self.order)
         with self._on_stream():
             self.order.copy_(torch.randperm(len(self.labels), generator=generator, device=device)[:count])
             self.shift.random_(0, 2 * PADDING + 1, generator=generator)
             self.flip.random_(0, 2, generator=generator)
             at = progress + (until - progress) * torch.arange(self.steps, device=device) / self.steps
-            self.rates.copy_(self.settings.rate * (1 + torch.cos(math.pi * at)) / 2)
+            rising = (at / RISE).clamp(max=1)
+            self.rates.copy_(self.settings.rate * rising * (1 + torch.cos(math.pi * at)) / 2)
             self.index.zero_()
             self.loss.zero_()
 
