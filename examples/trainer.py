@@ -17,9 +17,7 @@ PIXEL_MEAN, PIXEL_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 TEMPERATURE = 4.0  # of distillation
 EVALUATION_BATCH = 1000
 WARM_UP_STEPS = 3
-RISE = (
-    0.03  # the share of a training in which the learning rate rises: a full rate at once would undo what float learned
-)
+RISE = 0.03  # the share of a training in which the rate rises: at once it would undo what float learned
 
 Labelled = tuple[Tensor, Tensor]  # uint8 images [n, height, width, channel], int64 labels
 
@@ -137,7 +135,7 @@ class Trainer:
         self.synchronize()
 
     def begin_epoch(self, progress: float, until: float) -> None:
-        """Draw a new order, crops and flips; the learning rate rises, and follows a cosine, from ``progress`` 0 to 1."""
+        """Draw a new order, crops and flips; the learning rate rises, then follows a cosine, by ``progress``."""
         device, generator, count = self.labels.device, self.generator, len(self.order)
         with self._on_stream():
             self.order.copy_(torch.randperm(len(self.labels), generator=generator, device=device)[:count])
