@@ -85,7 +85,7 @@ class FakeQuantize(ScaleState):
             self._take_shape(x)
         ranks = self._ranks()
         if self.training and self.observing:
-            if not _is_recomputing():
+            if not is_recomputing():
                 if self.observer is not None:
                     self.observer.observe(x, ranks)
                 self._follow(x, ranks)
@@ -184,6 +184,6 @@ class FakeQuantize(ScaleState):
             )
 
 
-def _is_recomputing() -> bool:
+def is_recomputing() -> bool:
     """Inside a backward pass, activation checkpointing runs the forward of a batch already taken in."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1  # noqa: SLF001

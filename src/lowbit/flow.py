@@ -80,12 +80,11 @@ class Flow:
 
 def trace(model: nn.Module, example_inputs: Any) -> Flow:
     """Run the model in eval mode and without gradients, once as it is and once watched: both must agree."""
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    for module in was_training:
+    modules = list(model.modules())
+    for module in modules:
         disable_fast_path(module)
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(), in_eval_mode(model):
             torch.manual_seed(0)
             wanted = call(model, example_inputs)
             recorder = _Recorder(model)
@@ -94,13 +93,24 @@ def trace(model: nn.Module, example_inputs: Any) -> Flow:
             with recorder.watching():
                 got = call(model, example_inputs)
     finally:
-        for module, training in was_training.items():
-            module.training = training
+        for module in modules:
             enable_fast_path(module)
     flow = recorder.flow(got)
     pairs = zip(tree_leaves(wanted), tree_leaves(got), strict=True)
     flow.in_place = not all(_same(a, b) for a, b in pairs)
     return flow
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards every module in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def call(model: nn.Module, batch: Any) -> Any:

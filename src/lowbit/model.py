@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowbit.checkpoint import guard_loading, unguard_loading
 from lowbit.fake_quantize import FakeQuantize
-from lowbit.flow import call, trace
+from lowbit.flow import call, in_eval_mode, trace
 from lowbit.nn.batch_norm import FreezableBatchNorm
 from lowbit.nn.quantizers import Stateless
 from lowbit.preparation import Builder, Preparation, dismantle, quantizers, slotted_modules
@@ -111,8 +111,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     require_preparation(model)
     found = [(role, quantizer) for _, role, quantizer in quantizers(model)]
     count = 0
-    with _flags(model):
-        model.eval()
+    with _observing(model):
         for role, quantizer in found:
             quantizer.enabled = False
             quantizer.train(role != "weight")
@@ -130,15 +129,13 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> int:
 
 
 @contextmanager
-def _flags(model: nn.Module) -> Iterator[None]:
-    """Modes and flags as they were before."""
-    modes = [(module, module.training) for module in model.modules()]
+def _observing(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards modes and flags as they were before."""
     flags = [(quantizer, quantizer.enabled, quantizer.observing) for _, _, quantizer in quantizers(model)]
     try:
-        yield
+        with in_eval_mode(model):
+            yield
     finally:
-        for module, training in modes:
-            module.training = training
         for quantizer, enabled, observing in flags:
             quantizer.enabled, quantizer.observing = enabled, observing
 
@@ -170,8 +167,7 @@ def estimate_batch_norm(model: nn.Module, batches: Iterable[Any]) -> int:
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]  # noqa: SLF001
     momenta = [(norm, norm.momentum, getattr(norm, "frozen", False)) for norm in norms]
     count = 0
-    with _flags(model):
-        model.eval()
+    with in_eval_mode(model):
         for norm in norms:
             norm.reset_running_stats()
             norm.train()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.flow import call
+from lowbit.flow import call, in_eval_mode
 from lowbit.model import require_preparation
 from lowbit.preparation import quantizers
 
@@ -53,15 +53,12 @@ def noise(model: nn.Module, batch: Any) -> Noise:
         quantizer.register_forward_hook(_measure(powers.setdefault(path, [0.0, 0.0, 0.0])))
         for path, _, quantizer in found
     ]
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
-        call(model, batch)
+        with in_eval_mode(model):
+            call(model, batch)
     finally:
         for handle in handles:
             handle.remove()
-        for module, training in modes:
-            module.training = training
     lines = [NoiseLine(path, role, _decibels(*powers[path][:2])) for path, role, _ in found if powers[path][2]]
     return Noise(tuple(sorted(lines, key=lambda line: line.decibels)))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -112,7 +111,7 @@ class Builder:
     def _choose_layers(self) -> dict[str, Choice]:
         layers = {}
         for path, module in self.modules.items():
-            choice = self._choose(module, *self.paths[module])
+            choice = self.recipe.choose(path, module, *self.paths[module])
             family, problem = family_of(module), refusal(module)
             attention = path.removesuffix(".out_proj")
             if family is None and not problem:
@@ -129,12 +128,6 @@ class Builder:
                 self.errors.append(f"{path or 'the model'} ({type(module).__name__}): {problem}")
         return layers
 
-    def _choose(self, module: nn.Module, *paths: str) -> Choice:
-        """The first rule that matches one of the paths, else the recipe."""
-        return next(
-            (rule for rule in self.recipe.rules if any(rule.matches(path, module) for path in paths)), self.recipe
-        )
-
     def _note_float(self, path: str, module: nn.Module) -> None:
         if any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
             self.preparation.floats[path] = f"{type(module).__name__} runs in float"
@@ -144,7 +137,7 @@ class Builder:
         chosen: dict[str, dict[str, tuple[Any, Choice]]] = {}
         for site in self.flow.sites if self.flow else ():
             path = _join(site.owner, site.name)
-            choice = self._choose(self.modules[site.owner], path)
+            choice = self.recipe.choose(path, self.modules[site.owner])
             chosen.setdefault(site.owner, {})  # even for none: its ops would count as those of the owner around it
             if self.flow is not None and self.flow.in_place and site.kind.name == "add":
                 self.preparation.floats[path] = "the model drops the result of an in-place sum"
@@ -219,7 +212,8 @@ class Builder:
     def _place_weight(self, holder: Slotted, slot: str, spec: QuantSpec, weight: Tensor, axis: int, where: str) -> None:
         """A weight with several holders has one quantizer, if they agree on it."""
         per = _weight_per(spec.per, weight, axis)
-        parameter = getattr(holder, "_parameters", {}).get("weight", weight)
+        parameter = holder.slot_parameter(slot)
+        parameter = weight if parameter is None else parameter
         self.alive.append(parameter)
         held = self.weights.setdefault((id(parameter), spec, per), [])
         quantizer: Any = held[0][2] if held else spec.build(per=per).to(weight.device)
@@ -290,7 +284,7 @@ class Builder:
         for layer_path, norm_path in folds if self.recipe.fold else ():
             layer: Any = self.modules[layer_path]
             norm: Any = self.modules[norm_path]
-            if isinstance(self._choose(norm, *self.paths[norm]), Rule):
+            if isinstance(self.recipe.choose(norm_path, norm, *self.paths[norm]), Rule):
                 continue  # a rule that names the norm leaves it alone
             if isinstance(layer, QuantLayer) and layer.quantizer("weight_quantizer") and not layer.output_quantizer:
                 swap(norm, FoldedBatchNorm)
@@ -336,8 +330,7 @@ def dismantle(model: nn.Module) -> None:
     """Take every quantizer out again."""
     for module in list(model.modules()):
         if isinstance(module, FreezableBatchNorm | Quantized | Owner):
-            with suppress(AttributeError, KeyError):  # where it was not equipped yet
-                module.strip()
+            module.strip()
             swap_back(module)
         enable_fast_path(module)
 

@@ -275,9 +275,10 @@ class Recipe(Record):
                 raise TypeError(f"allow_float[{i}] is {glob!r} ({type(glob).__name__}), but it must be a glob")
         object.__setattr__(self, "allow_float", tuple(allow_float))
 
-    def choose(self, path: str, module: nn.Module) -> Rule | Recipe:
-        """The first rule that matches the layer, else the recipe itself."""
-        return next((rule for rule in self.rules if rule.matches(path, module)), self)
+    def choose(self, path: str, module: nn.Module, *other_paths: str) -> Rule | Recipe:
+        """The first rule that matches the layer, by any of its paths, else the recipe itself."""
+        paths = path, *other_paths
+        return next((rule for rule in self.rules if any(rule.matches(name, module) for name in paths)), self)
 
     def allows_float(self, path: str) -> bool:
         """Whether the layer at ``path`` may stay in float where it cannot be quantized."""

@@ -48,20 +48,12 @@ class _Settled(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        grid: Grid,
-        per: Granularity,
-        ste: SteKind,
-    ) -> Tensor:
-        forward, ctx.plan = plan.settle("fake_quantize", x, grid, per, ste)
-        ctx.grid, ctx.per, ctx.ste = grid, per, ste
-        if ste is not SteKind.IDENTITY:
-            ctx.save_for_backward(x, scale, zero_point)
-        return forward.run(x, scale, zero_point)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, scale, zero_point, *records = inputs
+        forward, ctx.plan = plan.settle("fake_quantize", x, *records)
+        y: Tensor = forward.run(x, scale, zero_point)
+        _FakeQuantize.setup_context(ctx, inputs, y)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

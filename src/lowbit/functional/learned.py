@@ -54,21 +54,12 @@ class _Settled(torch.autograd.Function):
     """What _LearnedFakeQuantize does, where no one traces: the forward settles the backward's plan as well."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        grid: Grid,
-        per: Granularity,
-        ste: SteKind,
-        method: str,
-        factor: float,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, scale, zero_point, grid, per, ste, *_ = inputs
         forward, ctx.plan = plan.settle("learned_fake_quantize", x, grid, per, ste)
-        ctx.grid, ctx.per, ctx.ste, ctx.method, ctx.factor = grid, per, ste, method, factor
-        ctx.save_for_backward(x, scale, zero_point)
-        return forward.run(x, scale, _grid_zero_point(zero_point, grid))
+        y: Tensor = forward.run(x, scale, _grid_zero_point(zero_point, grid))
+        _LearnedFakeQuantize.setup_context(ctx, inputs, y)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

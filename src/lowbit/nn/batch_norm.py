@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.nn.swap import Swapped
+from lowbit.nn.swap import Swapped, remove
 
 # A smaller factor would leave nothing of the weight that it multiplies; the quantized weight is divided by it again.
 _LEAST = 1e-5
@@ -22,7 +22,7 @@ class FreezableBatchNorm(Swapped):
 
     def strip(self) -> None:
         """Remove what ``equip`` added."""
-        del self.frozen
+        remove(self, "frozen")
 
     @property
     def is_settled(self) -> bool:
@@ -66,7 +66,7 @@ class FoldedBatchNorm(FreezableBatchNorm):
 
     def strip(self) -> None:
         super().strip()
-        del self._layer
+        remove(self, "_layer")
 
     def follow(self, layer: nn.Module) -> None:
         """``layer`` comes before."""

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.fake_quantize import is_recomputing
+
 
 class Context:
     """Who is running: the modules whose own arithmetic is quantized, the innermost last; and the open edges."""
@@ -69,11 +71,6 @@ class Edge:
         """A copy holds no tensor."""
         nothing = {"source": None, "result": None, "state": (), "left": 0}
         return {"context": self.context, "quantizer": self.quantizer, "consumers": self.consumers, **nothing}
-
-
-def is_recomputing() -> bool:
-    """Whether a backward pass is running: activation checkpointing runs a part of the model again in there."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001
 
 
 def quantize_only(quantizer: Any, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowbit.functional import round as round_straight_through
 from lowbit.nn.batch_norm import FoldedBatchNorm
 from lowbit.nn.slots import Slotted
-from lowbit.nn.swap import Swapped
+from lowbit.nn.swap import Swapped, remove
 
 
 class Quantized(Slotted, Swapped):
@@ -85,8 +85,7 @@ class QuantLayer(Quantized):
 
     def strip(self) -> None:
         super().strip()
-        del self._norm
-        self.__dict__.pop("_running", None)
+        remove(self, "_norm", "_running")
 
     def fold(self, norm: FoldedBatchNorm) -> None:
         """``norm`` takes this layer's output, and nothing else does."""

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lowbit.nn.context import Context, is_recomputing
+from lowbit.fake_quantize import is_recomputing
+from lowbit.nn.context import Context
 from lowbit.nn.slots import Slotted
-from lowbit.nn.swap import Swapped
+from lowbit.nn.swap import Swapped, remove
 from lowbit.scale import NotCalibratedError
 
 
@@ -154,7 +155,7 @@ class Owner(Swapped):
     def strip(self) -> None:
         """Remove what ``equip`` added."""
         self._modules.pop("quantized_ops", None)
-        del self._context, self._numbers, self._path, self._totals
+        remove(self, "_context", "_numbers", "_path", "_totals")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context = self._context
@@ -176,7 +177,7 @@ class Owner(Swapped):
             return output
         finally:
             context.owners.pop()
-            if outermost and (torch.compiler.is_compiling() or not is_recomputing()):
+            if outermost and not is_recomputing():
                 context.close()
 
     def _name_waiting(self, error: NotCalibratedError) -> NotCalibratedError:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lowbit.granularity import PerBlock, PerGroup, PerToken
 from lowbit.nn.context import Context, Edge
+from lowbit.nn.swap import remove
 
 
 class Slotted(nn.Module):
@@ -50,10 +51,10 @@ class Slotted(nn.Module):
         self._grids: dict[str, Any] = {}
 
     def strip(self) -> None:
-        """Remove what ``equip`` added."""
+        """Remove what ``equip`` added, or had added when it was interrupted."""
         for slot in self.slots():
-            del self._modules[slot]
-        del self.integer_bias, self._context, self._edges, self._grids
+            self._modules.pop(slot, None)
+        remove(self, "integer_bias", "_context", "_edges", "_grids")
 
     def share(self, slot: str, edge: Edge) -> None:
         """The tensor that the quantizer of this slot takes has other consumers; one of them leads."""

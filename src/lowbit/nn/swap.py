@@ -60,3 +60,9 @@ def swap_back(module: Any) -> None:
 def _new(mixin: type[nn.Module], float_class: type[nn.Module]) -> nn.Module:
     cls = swapped_class(mixin, float_class)
     return cls.__new__(cls)
+
+
+def remove(module: nn.Module, *names: str) -> None:
+    """Attributes of a module, those that are there."""
+    for name in names:
+        module.__dict__.pop(name, None)
