@@ -1,180 +1,45 @@
+"""Recurrent layers: off they are torch's, on they are their steps written out."""
+
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 from compare import assert_same_bits
 from lowbit import EMA, FakeQuantize, Learned
 from lowbit.nn.recurrent import (
-    QuantGRU,
-    QuantGRUCell,
     QuantLSTM,
-    QuantLSTMCell,
-    QuantRNN,
-    QuantRNNCell,
-    RecurrentCell,
     RecurrentLayer,
 )
-from lowbit.nn.slots import Slotted
 from lowbit.nn.swap import swap, swap_back
 from lowbit.observers import MinMax
 from lowbit.scale import NotCalibratedError, PerBatch
-
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-
-SIZE, HIDDEN, BATCH = 5, 6, 3
-LENGTHS = [3, 5, 2]  # out of order, so that packing sorts
-CONFIGS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
-    "rnn": (nn.RNN, {}),
-    "relu": (nn.RNN, {"nonlinearity": "relu", "bidirectional": True}),
-    "lstm": (nn.LSTM, {}),
-    "gru": (nn.GRU, {}),
-    "deep rnn": (nn.RNN, {"num_layers": 2, "bidirectional": True, "bias": False}),
-    "deep lstm": (nn.LSTM, {"num_layers": 3, "bidirectional": True, "batch_first": True}),
-    "deep gru": (nn.GRU, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
-    "projected": (nn.LSTM, {"proj_size": 4}),
-    "deep projected": (nn.LSTM, {"proj_size": 4, "num_layers": 2, "bidirectional": True, "bias": False}),
-    "no bias": (nn.GRU, {"bias": False, "batch_first": True}),
-}
-QUANT = {nn.RNN: QuantRNN, nn.LSTM: QuantLSTM, nn.GRU: QuantGRU}
-CELLS: dict[str, tuple[type[nn.RNNCellBase], type[RecurrentCell], dict[str, Any]]] = {
-    "rnn": (nn.RNNCell, QuantRNNCell, {}),
-    "relu": (nn.RNNCell, QuantRNNCell, {"nonlinearity": "relu", "bias": False}),
-    "lstm": (nn.LSTMCell, QuantLSTMCell, {}),
-    "gru": (nn.GRUCell, QuantGRUCell, {}),
-    "no bias": (nn.GRUCell, QuantGRUCell, {"bias": False}),
-}
-FORMS = ["padded", "packed", "unbatched"]
-Quantizers = dict[str, Any]
-
-
-def fixed_quantizers(module: Slotted) -> Quantizers:
-    """Coarse quantizers, each with a scale of its own, so that none can stand in for another."""
-    return {slot: FakeQuantize(8, scale=0.02 + 0.0013 * n) for n, slot in enumerate(module.slots())}
-
-
-def following_quantizers(module: Slotted) -> Quantizers:
-    return {slot: FakeQuantize(8, scale_mode=EMA()) for slot in module.slots()}
-
-
-def equip(module: Any, quantizers: Quantizers) -> Quantizers:
-    module.equip(quantizers)
-    return quantizers
-
-
-def layer(config: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
-    cls, arguments = CONFIGS[config]
-    return QUANT[cls](SIZE, HIDDEN, dtype=dtype, **arguments, **more)
-
-
-def example(module: Any, form: str, *, with_state: bool = True) -> tuple[Any, Any, list[Tensor]]:
-    """An input of that form, initial states, and the tensors among them that take a gradient."""
-    dtype = module.weight_ih_l0.dtype
-    batch = 1 if form == "unbatched" else BATCH
-    x = torch.randn(max(LENGTHS), batch, SIZE, dtype=dtype, requires_grad=True)
-    count = module.num_layers * (2 if module.bidirectional else 1)
-    widths = [module.proj_size or HIDDEN, HIDDEN] if module.mode == "LSTM" else [HIDDEN]
-    states = [(0.5 * torch.randn(count, batch, width, dtype=dtype)).requires_grad_() for width in widths]
-    leaves = [x, *states]
-    shaped: Any = x.transpose(0, 1) if module.batch_first else x
-    if form == "packed":
-        shaped = pack_padded_sequence(x, torch.tensor(LENGTHS), enforce_sorted=False)
-    elif form == "unbatched":
-        shaped, states = x.squeeze(1), [state.squeeze(1) for state in states]
-    hx = tuple(states) if module.mode == "LSTM" else states[0]
-    return shaped, hx if with_state else None, leaves if with_state else leaves[:1]
-
-
-def tensors(result: Any) -> list[Tensor]:
-    """The output and the states, as tensors."""
-    output, states = result
-    output = output.data if isinstance(output, PackedSequence) else output
-    return [output, *(states if isinstance(states, tuple) else (states,))]
-
-
-def gradients(module: nn.Module, outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    loss = sum((output.sin().sum() for output in outputs), torch.zeros(()))
-    wanted = [*leaves, *module.parameters()]
-    return list(torch.autograd.grad(loss, wanted, retain_graph=True, materialize_grads=True))
-
-
-def switch(module: nn.Module, *, enabled: bool, observing: bool) -> None:
-    for child in module.modules():
-        if isinstance(child, FakeQuantize):
-            child.enabled, child.observing = enabled, observing
-
-
-def one_step(mode: str, x: Tensor, h: Tensor, states: list[Tensor]) -> list[Tensor]:
-    """torch's documented formulas, for one row."""
-    if mode == "LSTM":
-        i, f, g, o = (x + h).split(HIDDEN)
-        c = f.sigmoid() * states[1] + i.sigmoid() * g.tanh()
-        return [o.sigmoid() * c.tanh(), c]
-    if mode == "GRU":
-        r, z = (x + h)[: 2 * HIDDEN].sigmoid().split(HIDDEN)
-        n = (x[2 * HIDDEN :] + r * h[2 * HIDDEN :]).tanh()
-        return [(1 - z) * n + z * states[0]]
-    return [(x + h).tanh() if mode == "RNN_TANH" else (x + h).relu()]
-
-
-def compose(module: Any, quantizers: Quantizers, x: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """One sequence (length, features), states (layers * directions, features): step by step, row by row."""
-
-    def q(slot: str, value: Tensor) -> Tensor:
-        return quantizers[slot](value) if slot in quantizers else value
-
-    finals = []
-    for number in range(module.num_layers):
-        x = q(f"input_quantizer_l{number}" if number else "input_quantizer", x)
-        directions = []
-        for suffix in ("", "_reverse")[: 1 + module.bidirectional]:
-            name = f"_l{number}{suffix}"
-            w = {
-                part: q(f"weight_{part}{name}_quantizer", getattr(module, f"weight_{part}{name}"))
-                for part in (("ih", "hh", "hr") if module.proj_size else ("ih", "hh"))
-            }
-            b = [getattr(module, f"bias_{part}{name}") if module.bias else 0 for part in ("ih", "hh")]
-            state = [initial[len(finals)] for initial in states]
-            outputs = []
-            for row in x.flip(0) if suffix else x:
-                h = w["hh"] @ q(f"hidden_quantizer{name}", state[0]) + b[1]
-                state = one_step(module.mode, w["ih"] @ row + b[0], h, state)
-                if module.proj_size:
-                    state[0] = w["hr"] @ q(f"projection_quantizer{name}", state[0])
-                outputs.append(state[0])
-            finals.append(state)
-            directions.append(torch.stack(outputs).flip(0) if suffix else torch.stack(outputs))
-        x = torch.cat(directions, -1)
-    return x, [torch.stack(column) for column in zip(*finals, strict=True)]
-
-
-def compose_all(module: Any, quantizers: Quantizers, form: str, leaves: list[Tensor]) -> list[Tensor]:
-    """What ``tensors`` gives, from one sequence at a time."""
-    x, *states = leaves
-    lengths = LENGTHS if form == "packed" else [max(LENGTHS)] * x.shape[1]
-    if not states:
-        count = module.num_layers * (2 if module.bidirectional else 1)
-        widths = [module.proj_size or HIDDEN, HIDDEN] if module.mode == "LSTM" else [HIDDEN]
-        states = [torch.zeros(count, x.shape[1], width, dtype=x.dtype) for width in widths]
-    results = [
-        compose(module, quantizers, x[:length, n], [state[:, n] for state in states])
-        for n, length in enumerate(lengths)
-    ]
-    finals = [torch.stack(column, 1) for column in zip(*(finals for _, finals in results), strict=True)]
-    outputs = [output for output, _ in results]
-    if form == "packed":
-        return [pack_sequence(outputs, enforce_sorted=False).data, *finals]
-    if form == "unbatched":
-        return [outputs[0], *(final.squeeze(1) for final in finals)]
-    return [torch.stack(outputs, 0 if module.batch_first else 1), *finals]
+from nn.recurring import (
+    BATCH,
+    CONFIGS,
+    FORMS,
+    HIDDEN,
+    LENGTHS,
+    QUANT,
+    SIZE,
+    compose,
+    compose_all,
+    copies,
+    equip,
+    example,
+    fixed_quantizers,
+    following_quantizers,
+    gradients,
+    layer,
+    switch,
+    tensors,
+)
 
 
 @pytest.mark.parametrize("with_state", [True, False])
@@ -472,10 +337,6 @@ def test_half_precision(config: str, dtype: torch.dtype) -> None:
     assert all(quantizer.scale.dtype == torch.float32 for quantizer in quantizers.values())
 
 
-def copies(module: nn.Module) -> list[Any]:
-    return [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 def test_copies_pickles_and_swaps_back(config: str) -> None:
     cls, arguments = CONFIGS[config]
@@ -547,123 +408,3 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="does not match weight dtype"):
         module(x.float())
     assert module(x[:, :0])[0].shape == (max(LENGTHS), 0, HIDDEN)
-
-
-def cell(config: str, dtype: torch.dtype = torch.float64) -> Any:
-    _, quantized, arguments = CELLS[config]
-    return quantized(SIZE, HIDDEN, dtype=dtype, **arguments)
-
-
-def cell_example(module: Any, *, batched: bool, with_state: bool) -> tuple[Tensor, Any, list[Tensor]]:
-    dtype = module.weight_ih.dtype
-    shape = (BATCH,) if batched else ()
-    count = 2 if isinstance(module, nn.LSTMCell) else 1
-    x, *states = (
-        torch.randn(*shape, width, dtype=dtype, requires_grad=True) for width in (SIZE, *(HIDDEN for _ in range(count)))
-    )
-    hx = tuple(states) if count == 2 else states[0]
-    return x, hx if with_state else None, [x, *states] if with_state else [x]
-
-
-def listed(result: Any) -> list[Tensor]:
-    return list(result) if isinstance(result, tuple) else [result]
-
-
-@pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("config", CELLS)
-def test_a_cell_off_is_torch_to_the_bit(config: str, batched: bool, with_state: bool) -> None:
-    cls, quantized, arguments = CELLS[config]
-    plain = cls(SIZE, HIDDEN, **arguments)
-    module: Any = copy.deepcopy(plain)
-    swap(module, RecurrentCell)
-    assert type(module) is quantized
-    quantizers = equip(module, following_quantizers(module))
-    x, hx, leaves = cell_example(plain, batched=batched, with_state=with_state)
-    expected = listed(plain(x, hx))
-    for observing in (False, True):
-        switch(module, enabled=False, observing=observing)
-        outputs = listed(module(x, hx))
-        results = [*outputs, *gradients(module, outputs, leaves)]
-        for one, other in zip(results, [*expected, *gradients(plain, expected, leaves)], strict=True):
-            if observing:
-                torch.testing.assert_close(one, other)
-            else:
-                assert_same_bits(one, other)
-    assert all(q.initialized for slot, q in quantizers.items() if slot != "hidden_quantizer" or with_state)
-
-
-@pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("config", CELLS)
-def test_a_cell_equals_the_composition(config: str, batched: bool, with_state: bool) -> None:
-    module = cell(config)
-    mode = {"rnn": "RNN_TANH", "relu": "RNN_RELU", "lstm": "LSTM"}.get(config, "GRU")
-    x, hx, leaves = cell_example(module, batched=batched, with_state=with_state)
-    states = leaves[1:] or [torch.zeros(*x.shape[:-1], HIDDEN, dtype=x.dtype)] * 2
-
-    def expected(quantizers: Quantizers) -> list[Tensor]:
-        def q(slot: str, value: Tensor) -> Tensor:
-            return quantizers[slot](value) if slot in quantizers else value
-
-        w_x, w_h = q("weight_ih_quantizer", module.weight_ih), q("weight_hh_quantizer", module.weight_hh)
-        b_x, b_h = (0, 0) if module.bias_ih is None else (module.bias_ih, module.bias_hh)
-        step: Callable[..., list[Tensor]] = lambda x, *states: one_step(  # noqa: E731
-            mode, w_x @ q("input_quantizer", x) + b_x, w_h @ q("hidden_quantizer", states[0]) + b_h, list(states)
-        )
-        if not batched:
-            return step(x, *states)
-        return [torch.stack(column) for column in zip(*map(step, x, *states), strict=True)]
-
-    everything = fixed_quantizers(module)
-    for quantizers in (everything, *({slot: q} for slot, q in everything.items())):
-        equip(module, quantizers)
-        outputs, wanted = listed(module(x, hx)), expected(quantizers)
-        torch.testing.assert_close(outputs, wanted)
-        grads = gradients(module, outputs, leaves)
-        torch.testing.assert_close(grads, gradients(module, wanted, leaves))
-        if with_state:
-            assert all((grad != 0).any() for grad in grads)
-    assert isinstance(module(x, hx), tuple) == (mode == "LSTM")
-
-
-@pytest.mark.parametrize("config", CELLS)
-def test_a_cell_copies_and_swaps_back(config: str) -> None:
-    cls, _, arguments = CELLS[config]
-    module: Any = cls(SIZE, HIDDEN, **arguments)
-    x, hx, _ = cell_example(module, batched=True, with_state=True)
-    keys, in_float = list(module.state_dict()), listed(module(x, hx))
-    swap(module, RecurrentCell)
-    equip(module, fixed_quantizers(module))
-    for other in copies(module):
-        assert type(other) is type(module)
-        for one, same in zip(listed(other(x, hx)), listed(module(x, hx)), strict=True):
-            assert_same_bits(one, same)
-    module.strip()
-    swap_back(module)
-    assert list(module.state_dict()) == keys
-    for one, other in zip(listed(module(x, hx)), in_float, strict=True):
-        assert_same_bits(one, other)
-
-
-@pytest.mark.parametrize("config", CELLS)
-def test_a_cell_that_never_gets_a_state_needs_no_hidden_scale(config: str) -> None:
-    module = cell(config)
-    quantizers = equip(module, following_quantizers(module))
-    x, _, _ = cell_example(module, batched=True, with_state=False)
-    outputs = listed(module(x))
-    assert [slot for slot, q in quantizers.items() if not q.initialized] == ["hidden_quantizer"]
-    for one, other in zip(listed(module.eval()(x)), outputs, strict=True):
-        assert_same_bits(one, other)
-
-
-def test_cell_refusals() -> None:
-    module = cell("gru")
-    equip(module, fixed_quantizers(module))
-    x, _, _ = cell_example(module, batched=True, with_state=True)
-    with pytest.raises(ValueError, match="input has 3 dimensions, but a cell takes 2, or 1 without a batch"):
-        module(x.unsqueeze(0))
-    with pytest.raises(ValueError, match=r"hx has shape \(1, 6\), but this input needs \(3, 6\)"):
-        module(x, torch.zeros(1, HIDDEN, dtype=torch.float64))
-    held = FakeQuantize()
-    assert QuantGRUCell(SIZE, HIDDEN, quantizers={"hidden_quantizer": held}).hidden_quantizer is held

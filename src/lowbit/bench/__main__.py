@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lowbit.bench.contenders import Contender
 from lowbit.bench.models import LEGEND as MODELS_LEGEND
-from lowbit.bench.models import TRAINEES, ModelRow, describe_models, run_models, write_models_json
+from lowbit.bench.models import TRAINEES, describe_models, run_models, write_models_json
 from lowbit.bench.networks import NETWORKS, QUICK_NETWORKS
 from lowbit.bench.overhead import describe_overhead, measure_overhead
 from lowbit.bench.peers import CONTENDERS
 from lowbit.bench.registry import HEADLINE, QUICK, Case, find_cases
 from lowbit.bench.report import LEGEND, describe, environment, write_json
-from lowbit.bench.runner import FLOOR, Row, run
+from lowbit.bench.runner import FLOOR, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,45 +49,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.overhead:
         print(describe_overhead(measure_overhead(device, seconds=seconds)))
         return 0
-    print(LEGEND)
-    rows: list[Row] = []
-    interrupted = False
-    try:
-        for block in run(cases, contenders, device, seconds):
-            print(f"\n{describe(block)}", flush=True)
-            rows += block
-    except KeyboardInterrupt:
-        interrupted = True
-        print(f"\nInterrupted: {len({row.case for row in rows})} of {len(cases)} cases are done.")
-    if options.json is not None:
-        write_json(options.json, rows, device, command)
-        print(f"\nWrote {options.json}")
-    if interrupted:
-        return 130
+    blocks = ((describe(block), block) for block in run(cases, contenders, device, seconds))
     ours = {contender.name for contender in contenders if contender.is_ours}
-    return int(any(row.contender in ours and row.status in ("wrong", "failed") for row in rows))
+    write = partial(write_json, device=device, command=command)
+    return _measure(LEGEND, blocks, f"of {len(cases)} cases", options.json, write, ours)
 
 
 def _models(device: torch.device, seconds: float, path: Path | None, command: str, *, quick: bool) -> int:
-    """Whole models: measure, print, write; the exit codes are those of ``main``."""
+    """Whole models, as ``main`` measures ops."""
     trainees = [trainee for trainee in TRAINEES if not (quick and trainee.compiled)]
     networks = QUICK_NETWORKS if quick else NETWORKS
-    print(MODELS_LEGEND)
-    rows: list[ModelRow] = []
-    interrupted = False
+    blocks = ((describe_models(block), block) for block in run_models(networks, trainees, device, seconds))
+    ours = {trainee.name for trainee in trainees if trainee.is_ours}
+    write = partial(write_models_json, device=device, command=command)
+    return _measure(MODELS_LEGEND, blocks, f"of {len(networks)} networks", path, write, ours)
+
+
+def _measure(
+    legend: str,
+    blocks: Iterator[tuple[str, Any]],
+    total: str,
+    path: Path | None,
+    write: Callable[..., None],
+    ours: set[str],
+) -> int:
+    """Print each block as it comes, write all that came; 130 where interrupted, 1 where ours was wrong or failed."""
+    print(legend)
+    rows: list[Any] = []
+    done, interrupted = 0, False
     try:
-        for block in run_models(networks, trainees, device, seconds):
-            print(f"\n{describe_models(block)}", flush=True)
+        for text, block in blocks:
+            print(f"\n{text}", flush=True)
             rows += block
+            done += 1
     except KeyboardInterrupt:
         interrupted = True
-        print(f"\nInterrupted: {len({row.network for row in rows})} of {len(networks)} networks are done.")
+        print(f"\nInterrupted: {done} {total} are done.")
     if path is not None:
-        write_models_json(path, rows, device, command)
+        write(path, rows)
         print(f"\nWrote {path}")
     if interrupted:
         return 130
-    ours = {trainee.name for trainee in trainees if trainee.is_ours}
     return int(any(row.contender in ours and row.status in ("wrong", "failed") for row in rows))
 
 
