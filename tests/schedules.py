@@ -12,6 +12,7 @@ import lowbit
 from lowbit import EMA, Learned, PerChannel, QuantSpec, Recipe
 from lowbit.nn.batch_norm import FoldedBatchNorm
 from lowbit.preparation import quantizers
+from lowbit.schedule import Schedule
 
 LEARNED = Recipe(
     weight=QuantSpec(bits=3, per=PerChannel(0), scale_mode=Learned()),
@@ -20,7 +21,6 @@ LEARNED = Recipe(
 AVERAGED = Recipe(
     weight=QuantSpec(bits=4, scale_mode=EMA(0.5)), activation=QuantSpec(bits=8, symmetric=False, scale_mode=EMA(0.9))
 )
-from lowbit.schedule import Schedule
 
 
 class Net(nn.Module):

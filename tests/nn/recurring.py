@@ -6,7 +6,6 @@ import copy
 import pickle
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
@@ -22,8 +21,6 @@ from lowbit.nn.recurrent import (
     RecurrentCell,
 )
 from lowbit.nn.slots import Slotted
-
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 SIZE, HIDDEN, BATCH = 5, 6, 3
 LENGTHS = [3, 5, 2]  # out of order, so that packing sorts

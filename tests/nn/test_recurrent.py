@@ -41,6 +41,8 @@ from nn.recurring import (
     tensors,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+
 
 @pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.parametrize("form", FORMS)
