@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -11,7 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lowbit.blueprint import converted_module
 from lowbit.checkpoint import guard_loading, unguard_loading
+from lowbit.copies import copied
 from lowbit.fake_quantize import FakeQuantize
 from lowbit.flow import call, in_eval_mode, trace
 from lowbit.nn.batch_norm import FreezableBatchNorm
@@ -48,17 +49,18 @@ def prepare(model: Model, recipe: Recipe, example_inputs: Any = None, *, inplace
         )
     if hasattr(model, "_orig_mod"):
         raise TypeError("the model is compiled already; prepare it first, and compile what prepare gives")
+    _check_not_converted(model)
     earlier = preparation_of(model)
     if earlier is not None:
         if example_inputs is not None and not earlier.traced:
             raise ValueError("the model was prepared without example_inputs; call lowbit.restore(model) first")
         if earlier.recipe == recipe:
-            return model if inplace else copy.deepcopy(model)
+            return model if inplace else copied(model)
         raise ValueError("the model is prepared already, by another recipe; call lowbit.restore(model) first")
     nested = [path for path, module in model.named_modules() if preparation_of(module) is not None]
     if nested:
         raise ValueError(f"{nested[0]} is prepared already; restore it first, or leave the model around it as it is")
-    prepared = model if inplace else copy.deepcopy(model)
+    prepared = model if inplace else copied(model)
     flow = None if example_inputs is None else trace(prepared, example_inputs)
     preparation = Builder(prepared, recipe, flow).build()
     object.__setattr__(prepared, "_lowbit", preparation)
@@ -89,7 +91,13 @@ def prepared_module(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if preparation_of(module) is not None:
             return module
+    _check_not_converted(model)
     raise ValueError("the model is not prepared; call lowbit.prepare(model, recipe) first")
+
+
+def _check_not_converted(model: nn.Module) -> None:
+    if converted_module(model) is not None:
+        raise ValueError("the model is converted; this takes the prepared or float model, which convert left as it was")
 
 
 def require_preparation(model: nn.Module) -> Preparation:
