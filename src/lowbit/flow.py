@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,7 @@ class Site:
     number: int
     uses: dict[str, Use]
     weights: dict[str, Tensor]
+    sole: frozenset[str] = frozenset()  # the slots of weights that nothing else takes
 
     @property
     def name(self) -> str:
@@ -258,7 +259,7 @@ class _Recorder(TorchFunctionMode):
                 names[str(index)] = f"{frame.path}.{site.name}".removeprefix(".")
         return Flow(
             {path: _named(uses, names) for path, uses in self.uses.items()},
-            [Site(s.owner, s.kind, s.number, _named(s.uses, names), s.weights) for s in sites.values()],
+            [replace(site, uses=_named(site.uses, names)) for site in sites.values()],
             _agreed(numbers),
             list(self._folds()),
         )
@@ -283,7 +284,8 @@ class _Recorder(TorchFunctionMode):
                 weights[f"{name}_quantizer"] = x
             elif value.sources:
                 uses[f"{name}_quantizer"] = Use(key, value, op.order, x.dim())
-        return Site(owner, op.kind, number, uses, weights)
+        sole = {slot for slot, weight in weights.items() if self.takers[_key(weight)] == 1}
+        return Site(owner, op.kind, number, uses, weights, frozenset(sole))
 
     def _folds(self) -> Iterator[tuple[str, str]]:
         modules = dict(self.model.named_modules())

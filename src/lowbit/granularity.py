@@ -25,12 +25,32 @@ class Layout(NamedTuple):
     inner: int
 
 
+class Blocks(NamedTuple):
+    """The scales of a tensor as ONNX has them: one (axis None), one for each index of ``axis``, or, with a ``size``,
+    one for each run of so many elements along it; each is then repeated ``rows`` times along the axis before.
+    """
+
+    axis: int | None = None
+    size: int = 0
+    rows: int = 1
+
+    def spread(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point in the shape that this says."""
+        return self._spread(scale), None if zero_point is None else self._spread(zero_point)
+
+    def _spread(self, scale: Tensor) -> Tensor:
+        if self.axis is not None and self.size and scale.dim() == self.axis:
+            return scale.unsqueeze(-1)
+        return scale if self.rows == 1 else scale.repeat_interleave(self.rows, -2)
+
+
 class Granularity(TaggedRecord, tag="per"):
-    """Which elements share a scale. Three views of one idea:
+    """Which elements share a scale. Four views of one idea:
 
     - ``scale_shape`` says what shape the scale must have;
     - ``split``, ``spread`` and ``reduce`` give the broadcasting that plain torch runs on;
-    - ``layout`` gives the index arithmetic that fused kernels run on.
+    - ``layout`` gives the index arithmetic that fused kernels run on;
+    - ``blocks`` is what a file for other runtimes says of it.
     """
 
     def scale_shape(self, shape: Sequence[int]) -> Shape:
@@ -48,6 +68,10 @@ class Granularity(TaggedRecord, tag="per"):
     def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
         """The Layout of dense memory with these strides, or None where no Layout can say it."""
         raise NotImplementedError
+
+    def blocks(self, shape: Sequence[int]) -> Blocks:
+        """The scales of data of this shape, as ONNX has them."""
+        return Blocks()
 
     def split(self, x: Tensor) -> Tensor:
         """``x`` in its split shape: always a view, whatever the strides."""
@@ -100,6 +124,11 @@ class Granularity(TaggedRecord, tag="per"):
     @property
     def splits(self) -> bool:
         """Whether the split shape differs from the shape."""
+        return False
+
+    @property
+    def divides_rows(self) -> bool:
+        """Whether the scales of a weight divide its rows, one row for each output."""
         return False
 
     @property
@@ -165,6 +194,9 @@ class PerChannel(Granularity, kind="channel"):
         within = order[order.index(axis) + 1 :] if axis in order else []
         return _layout(max(math.prod(shape), 1), shape[axis], math.prod(shape[i] for i in within))
 
+    def blocks(self, shape: Sequence[int]) -> Blocks:
+        return Blocks(self._axis(len(shape)) + len(shape))
+
 
 @dataclass(frozen=True)
 class PerToken(Granularity, kind="token"):
@@ -188,6 +220,13 @@ class PerToken(Granularity, kind="token"):
             return None
         faster = math.prod(shape[axis] for axis in order[order.index(last) + 1 :]) if last in order else 1
         return _layout(max(shape[-1], 1) * faster, faster, 1)
+
+    def blocks(self, shape: Sequence[int]) -> Blocks:
+        return Blocks(len(shape) - 1, shape[-1])
+
+    @property
+    def divides_rows(self) -> bool:
+        return True
 
     @property
     def shape_follows_batch(self) -> bool:
@@ -223,6 +262,13 @@ class PerGroup(Granularity, kind="group"):
     def layout(self, shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
         self.scale_shape(shape)
         return Layout(self.size, 1, self.size) if _is_row_major(shape, stride) else None
+
+    def blocks(self, shape: Sequence[int]) -> Blocks:
+        return Blocks(len(shape) - 1, self.size)
+
+    @property
+    def divides_rows(self) -> bool:
+        return True
 
     @property
     def splits(self) -> bool:
@@ -264,6 +310,13 @@ class PerBlock(Granularity, kind="block"):
         across = self.scale_shape(shape)[-1]
         period = max(self.rows * shape[-1], 1)
         return _layout(period, max(across, 1), self.columns) if _is_row_major(shape, stride) else None
+
+    def blocks(self, shape: Sequence[int]) -> Blocks:
+        return Blocks(len(shape) - 1, self.columns, self.rows)
+
+    @property
+    def divides_rows(self) -> bool:
+        return True
 
     @property
     def splits(self) -> bool:

@@ -15,7 +15,7 @@ from lowbit.functional import dequantize, quantize
 from lowbit.functional import round as nearest
 from lowbit.grid import Grid
 from lowbit.kernels.precision import math_dtype
-from lowbit.nn.slots import Slotted, rows, runs_over_rows
+from lowbit.nn.slots import Slotted, rows
 from lowbit.preparation import slotted_modules
 from lowbit.record import Record, check_finite, check_integer
 from lowbit.scale import EMA, PerBatch
@@ -184,7 +184,7 @@ class CodeTrack:
         Not finite where that is 0, and the code is that of 0 whatever the weight.
         """
         x, axis, shape = self._operand()
-        laid_out = rows(code, axis) if runs_over_rows(self.quantizer) else code
+        laid_out = rows(code, axis) if self.quantizer.per.divides_rows else code
         value = _unrolled(dequantize(laid_out, *self.quantizer.params(x), per=self.quantizer.per), axis, shape)
         weight, holder = self.weight, self.holder
         if holder.slot_weight(self.slot)[0] is weight:
@@ -195,7 +195,7 @@ class CodeTrack:
     def _operand(self) -> tuple[Tensor, int, tuple[int, ...] | None]:
         """What the quantizer takes, the axis of its outputs and, where it takes rows, the shape to unroll them to."""
         prepared, axis = self.holder.slot_weight(self.slot)
-        if not runs_over_rows(self.quantizer):
+        if not self.quantizer.per.divides_rows:
             return prepared, axis, None
         return rows(prepared, axis), axis, tuple(prepared.movedim(axis, 0).shape)
 

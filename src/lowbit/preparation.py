@@ -19,7 +19,7 @@ from lowbit.nn.context import Context, Edge
 from lowbit.nn.families import ATTENTION_INPUTS, family_of, refusal
 from lowbit.nn.layer import Quantized, QuantLayer
 from lowbit.nn.ops import Owner, QuantOp
-from lowbit.nn.slots import Slotted, rows, runs_over_rows
+from lowbit.nn.slots import Slotted, rows
 from lowbit.nn.swap import swap, swap_back
 from lowbit.recipe import QuantSpec, Recipe, Rule
 from lowbit.scale import PerBatch
@@ -190,7 +190,7 @@ class Builder:
             ops = {}
             for name, (site, choice) in sites.items():
                 roles = dict.fromkeys(site.uses, "activation") | dict.fromkeys(site.weights, "weight")
-                op = ops[name] = QuantOp(site.kind, roles, site.weights)
+                op = ops[name] = QuantOp(site.kind, roles, site.weights, site.sole)
                 op.equip({}, context=self.context)
                 for slot, weight in site.weights.items():
                     where = _join(path, f"{name}.{slot}")
@@ -221,7 +221,7 @@ class Builder:
             holder.register_module(slot, quantizer)
             if isinstance(quantizer, FakeQuantize):
                 quantizer.across_ranks = False
-            laid_out = rows(weight, axis) if runs_over_rows(quantizer) else weight
+            laid_out = rows(weight, axis) if quantizer.per.divides_rows else weight
             try:
                 per.scale_shape(laid_out.shape)
             except ValueError as error:

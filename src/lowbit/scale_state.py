@@ -132,6 +132,13 @@ class ScaleState(nn.Module):
         scale, zero_point = self._params(x)
         return scale, None if zero_point is None else nearest_zero_point(zero_point, self.grid)
 
+    @torch.no_grad()
+    def kept_params(self) -> tuple[Tensor, Tensor | None]:
+        """The scale and zero point (None for 0) of the state as it is; PerBatch keeps none"""
+        self._check_ready()
+        scale, zero_point = self._state_params()
+        return scale.detach(), None if self.symmetric else nearest_zero_point(zero_point, self.grid)
+
     @property
     def is_ready(self) -> bool:
         """Whether the state holds a scale; PerBatch and Fixed always do."""

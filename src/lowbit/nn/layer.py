@@ -8,10 +8,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lowbit import graph
 from lowbit.functional import round as round_straight_through
+from lowbit.kernels.precision import math_dtype
 from lowbit.nn.batch_norm import FoldedBatchNorm
 from lowbit.nn.slots import Slotted
 from lowbit.nn.swap import Swapped, remove
+
+# Below this, a bias and a sum of products fit 32 bits together.
+BIAS_LIMIT = 2**30
 
 
 class Quantized(Slotted, Swapped):
@@ -53,6 +58,7 @@ class QuantLayer(Quantized):
     takes_activations: ClassVar[bool] = True
     has_weight: ClassVar[bool] = True
     _running: dict[str, Any] | None = None  # while the forward runs, what it has read
+    product: Callable[..., Tensor | None] | None = None  # of a converted layer that multiplies codes
 
     input_quantizer: nn.Module | None
     weight_quantizer: nn.Module | None
@@ -98,16 +104,25 @@ class QuantLayer(Quantized):
         return bool(self._norm) and self.is_on("weight_quantizer")
 
     def quantized_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.quantizer("input_quantizer") is not None:
-            args, kwargs = self._with_input(args, kwargs)
-        object.__setattr__(self, "_running", {})
-        try:
-            output = self.float_class.forward(self, *args, **kwargs)
-        finally:
-            object.__setattr__(self, "_running", None)
+        output = None if self.product is None else self.product(self, args, kwargs)
+        if output is None:
+            output = self.run_parent(*self.with_quantized_input(args, kwargs))
         return self.quantize("output_quantizer", output)
 
-    def _with_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def run_parent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The parent's forward with the quantized weight and the bias that goes with it."""
+        object.__setattr__(self, "_running", {})
+        try:
+            return self.float_class.forward(self, *args, **kwargs)
+        finally:
+            object.__setattr__(self, "_running", None)
+
+    def with_quantized_input(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, with the first of them quantized."""
+        if self.quantizer("input_quantizer") is None:
+            return args, kwargs
         if args:
             return (self.quantize("input_quantizer", args[0]), *args[1:]), kwargs
         name = next(iter(kwargs))
@@ -132,22 +147,81 @@ class QuantLayer(Quantized):
         return factor.view(shape).to(weight.dtype)
 
     def _prepared_bias(self, bias: Tensor | None) -> Tensor | None:
-        if self.folds and self._norm[0].is_settled:
-            bias = self._norm[0].folded_bias(bias)
+        if (codes := self.held_bias_codes()) is not None:
+            scale, dtype = self.accumulator_scale(), self._coded_dtype()
+            if torch.compiler.is_exporting():
+                return graph.dequantize(codes, scale, None, 0 if scale.dim() else None, 0, dtype)
+            return (codes.to(scale.dtype) * scale).to(dtype)
+        bias = self._folded_bias(bias)
         if bias is None or not self.integer_bias or not self.is_on("weight_quantizer"):
             return bias
-        scale = self.accumulator_scale().to(bias.dtype)
-        return round_straight_through(bias / scale) * scale
+        scale = self.accumulator_scale()
+        return (_round_bias(bias, scale) * scale).to(bias.dtype)
+
+    def _folded_bias(self, bias: Tensor | None) -> Tensor | None:
+        return self._norm[0].folded_bias(bias) if self.folds and self._norm[0].is_settled else bias
+
+    def _coded_dtype(self) -> torch.dtype:
+        coded = self.coded("weight_quantizer")
+        assert coded is not None
+        return coded.dtype
+
+    def held_bias_codes(self) -> Tensor | None:
+        """The int32 bias of a converted layer; None where it has none of integers."""
+        return self._buffers.get("bias_codes")
+
+    def float_bias(self) -> Tensor | None:
+        """The bias, where it is not one of integers."""
+        return None if self.held_bias_codes() is not None else self._float("bias")
+
+    @torch.no_grad()
+    def converted_bias(self) -> Tensor | None:
+        """The bias that a converted layer holds in the place of its own: int32 codes of the accumulator's scale, or,
+        folded or too large for that, floats; None where its own serves.
+        """
+        if not self.is_on("weight_quantizer") or not (self.folds or self.integer_bias):
+            return None
+        bias = self._folded_bias(getattr(self, "bias", None))
+        if bias is not None and self.integer_bias and self.grid_of("input_quantizer").enabled:
+            codes = _round_bias(bias, self.accumulator_scale())
+            if bool((codes.abs() < BIAS_LIMIT).all()):
+                return codes.to(torch.int32)
+        return self._prepared_bias(getattr(self, "bias", None))
+
+    def hold_bias(self, kind: str) -> None:
+        """Room for the bias of a converted layer: "int32" codes or "float" values"""
+        coded = self.coded("weight_quantizer")
+        assert coded is not None
+        shape = coded.form.shape[coded.form.output_axis] * self._weight_groups()
+        self._parameters.pop("bias", None)
+        if kind == "int32":
+            self.register_buffer("bias_codes", torch.zeros(shape, dtype=torch.int32))
+            self.register_parameter("bias", None)
+        else:
+            self.register_parameter("bias", nn.Parameter(torch.zeros(shape, dtype=coded.dtype)))
+
+    def _weight_groups(self) -> int:
+        """How many times the weight's outputs are there: a transposed convolution's weight holds those of one group."""
+        return getattr(self, "groups", 1) if self.output_axis else 1
 
     @torch.no_grad()
     def accumulator_scale(self) -> Tensor:
         """s_x * s_w: one number, or one for each output"""
-        weight = self.prepare_weight(self._float("weight"))
-        scales = [self.grid_of(slot).params(weight)[0] for slot in ("input_quantizer", "weight_quantizer")]
-        return scales[0] * scales[1]
+        if (coded := self.coded("weight_quantizer")) is not None:
+            x_scale, w_scale, dtype = self.grid_of("input_quantizer").scale, coded.scale, coded.dtype
+        else:
+            weight = self.prepare_weight(self._float("weight"))
+            grids = (self.grid_of(slot) for slot in ("input_quantizer", "weight_quantizer"))
+            (x_scale, _), (w_scale, _) = (grid.params(weight) for grid in grids)
+            dtype = weight.dtype
+        wide = math_dtype(dtype)
+        scale = x_scale.to(wide) * w_scale.to(wide)
+        return scale.repeat(self._weight_groups()) if scale.dim() else scale
 
     def _float(self, name: str) -> Any:
         """The parameter, or what a parametrization or a hook, such as that of pruning, computes in its place."""
+        if (coded := self.coded(f"{name}_quantizer")) is not None:
+            return coded()
         inherited = getattr(type(self).float_class, name, None)
         if isinstance(inherited, property):
             return inherited.__get__(self)
@@ -169,3 +243,8 @@ class QuantLayer(Quantized):
     # What the parent's forward reads; an Any, since torch's own attributes can be set.
     weight: Any = _tensor("weight", "_quantized_weight")
     bias: Any = _tensor("bias", "_prepared_bias")
+
+
+def _round_bias(bias: Tensor, scale: Tensor) -> Tensor:
+    """round(b / s); adding 0 turns -0 into the code 0, as an integer would"""
+    return round_straight_through(bias.to(scale.dtype) / scale) + 0.0

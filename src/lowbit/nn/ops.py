@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lowbit.fake_quantize import is_recomputing
+from lowbit.nn.coded import CodedWeight
 from lowbit.nn.context import Context
 from lowbit.nn.slots import Slotted
 from lowbit.nn.swap import Swapped, remove
@@ -98,9 +99,14 @@ def counts(kind: Kind, found: list[Any]) -> bool:
 class QuantOp(Slotted):
     """y = op(q_0(x_0), q_1(x_1), …);  of a concatenation, y = q(op(x_0, x_1, …)), which is one scale for all"""
 
-    def __init__(self, kind: Kind, roles: Mapping[str, str], weights: Mapping[str, Tensor]) -> None:
+    product: Callable[..., Tensor | None] | None = None  # of a converted op that multiplies codes
+
+    def __init__(
+        self, kind: Kind, roles: Mapping[str, str], weights: Mapping[str, Tensor], sole: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__()
         self.kind, self.roles = kind, dict(roles)
+        self.sole = sole  # the slots of weights that nothing else takes
         self._weights = {slot: (weight,) for slot, weight in weights.items()}  # which belong to another module
 
     def slots(self) -> dict[str, str]:
@@ -114,9 +120,22 @@ class QuantOp(Slotted):
         (weight,) = self._weights[slot]
         return weight if isinstance(weight, nn.Parameter) else None
 
+    def check_weight(self, found: list[Any], name: str) -> None:
+        """Codes stand for one parameter, which is gone: what is still a parameter is another."""
+        for operand, x in zip(self.kind.operands, found, strict=False):
+            if isinstance(x, nn.Parameter) and self.coded(f"{operand}_quantizer") is not None:
+                raise RuntimeError(
+                    f"{name} takes another weight now than with prepare's example_inputs, and has the codes of one; "
+                    f"leave it in float: Rule({name!r})"
+                )
+
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """function(*args, **kwargs), quantized"""
         function = not_in_place(function)
+        if self.product is not None:
+            output = self.product(self, function, args, kwargs)
+            if output is not None:
+                return output
         if self.kind.joins:
             return self.quantize("result_quantizer", function(*args, **kwargs))
         places = list(args)
@@ -131,6 +150,8 @@ class QuantOp(Slotted):
         return function(*places, **kwargs)
 
     def _operand(self, slot: str, x: Tensor) -> Tensor:
+        if (coded := self.coded(slot)) is not None:
+            return coded()
         if self.roles[slot] == "weight":
             return self.quantize_weight(slot, x, self.kind.output_axis % x.dim())
         return self.quantize(slot, x)
@@ -156,6 +177,16 @@ class Owner(Swapped):
         """Remove what ``equip`` added."""
         self._modules.pop("quantized_ops", None)
         remove(self, "_context", "_numbers", "_path", "_totals")
+
+    def keep_as_codes(self, name: str, coded: CodedWeight) -> None:
+        """From now on the codes of an op, which alone takes it, stand for this parameter."""
+        del self._parameters[name]
+        self.__dict__.setdefault("_coded", {})[name] = coded
+
+    def __getattr__(self, name: str) -> Any:
+        """A parameter that is kept as codes is their value."""
+        coded = self.__dict__.get("_coded", {}).get(name)
+        return super().__getattr__(name) if coded is None else coded()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context = self._context
@@ -200,13 +231,17 @@ class Owner(Swapped):
 
     def run_op(self, kind: Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Number the op, and quantize it if it is one of those chosen."""
-        if not counts(kind, operands(kind, args, kwargs)):
+        found = operands(kind, args, kwargs)
+        if not counts(kind, found):
             return function(*args, **kwargs)
         number = self._numbers.get(kind.name, 0)
         self._numbers[kind.name] = number + 1
         ops: Any = self._modules.get("quantized_ops", {})
         name = f"{kind.name}_{number}"
-        return ops[name].run(function, args, kwargs) if name in ops else function(*args, **kwargs)
+        if name not in ops:
+            return function(*args, **kwargs)
+        ops[name].check_weight(found, f"{self._path}.{name}".removeprefix("."))
+        return ops[name].run(function, args, kwargs)
 
 
 class _Watch(TorchFunctionMode):

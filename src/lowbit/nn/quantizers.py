@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lowbit.functional import binarize, clamp, k_bit_quantize
+from lowbit.functional import binarize, clamp, fake_quantize
+from lowbit.functional import round as round_straight_through
 from lowbit.functional.binary import check_binary
 from lowbit.functional.check import check_float
+from lowbit.functional.statistics import mean_abs
 from lowbit.granularity import Granularity, PerTensor
+from lowbit.grid import Grid
 from lowbit.kernels.precision import math_dtype
+from lowbit.nn.coded import Codes
 from lowbit.record import check_integer
 from lowbit.ste import SteKind
 
@@ -67,9 +71,17 @@ class Binarize(Stateless):
     def _quantize(self, x: Tensor) -> Tensor:
         return binarize(x, per=self.per, ste=self.ste)
 
+    @torch.no_grad()
+    def codes(self, x: Tensor) -> Codes:
+        """+1 and -1, and a, rounded to x's dtype as the values are."""
+        scale = mean_abs(x, self.per).to(x.dtype).to(math_dtype(x.dtype))
+        return Codes(torch.where(x < 0, -1, 1), scale, None)
+
 
 class DoReFaWeight(Stateless):
-    """w_q = 2 * q_k(tanh(w) / (2 * max(abs(tanh(w)))) + 1/2) - 1,  q_k(x) = round((2^k - 1) * x) / (2^k - 1)
+    """w_q = 2 * q_k(tanh(w) / (2 * max(abs(tanh(w)))) + 1/2) - 1,  q_k(x) = round(n x) / n,  n = 2^k - 1
+
+    computed as an integer times a scale, (2 round(n x) - n) * (1 / n), so that a file can hold it as it is
 
     dw = the ordinary gradient, through tanh and max too, with q_k passed unchanged
 
@@ -89,15 +101,32 @@ class DoReFaWeight(Stateless):
         super().__init__(bits, PerTensor(), SteKind.IDENTITY)
 
     def _quantize(self, x: Tensor) -> Tensor:
+        q = self._codes(x)
+        return (q * self._scale(q)).to(x.dtype)
+
+    @torch.no_grad()
+    def codes(self, x: Tensor) -> Codes:
+        """The odd numbers from -n to n, and 1 / n."""
+        q = self._codes(x)
+        return Codes(q.to(torch.int32), self._scale(q), None)
+
+    def _codes(self, x: Tensor) -> Tensor:
         t = x.to(math_dtype(x.dtype)).tanh()
         # An empty tensor has no max.
         reach = t.nan_to_num(nan=0.0).abs().max() if t.numel() else t.sum()
         unit = t / (2 * torch.where(reach > 0, reach, 1)) + 0.5
-        return (2 * k_bit_quantize(unit, self.bits) - 1).to(x.dtype)
+        return 2 * round_straight_through(unit * self._steps) - self._steps
+
+    @property
+    def _steps(self) -> int:
+        return 2**self.bits - 1
+
+    def _scale(self, like: Tensor) -> Tensor:
+        return torch.full((), self._steps, dtype=like.dtype, device=like.device).reciprocal()
 
 
 class DoReFaActivation(Stateless):
-    """y = q_k(min(max(x, 0), 1)),  q_k(x) = round((2^k - 1) * x) / (2^k - 1)
+    """y = q_k(min(max(x, 0), 1)),  q_k(x) = round(x / s) * s,  s = 1 / (2^k - 1)
 
     dx = g where 0 <= x <= 1, else 0
 
@@ -109,5 +138,15 @@ class DoReFaActivation(Stateless):
         check_integer("bits", bits, 1, 16)
         super().__init__(bits, PerTensor(), SteKind.CLIPPED_IDENTITY)
 
+    @property
+    def grid(self) -> Grid:
+        """The codes from 0 to n."""
+        return Grid(self.bits, signed=False)
+
+    def scale(self, like: Tensor) -> Tensor:
+        """1 / n"""
+        n = torch.full((), self.grid.quant_max, dtype=math_dtype(like.dtype), device=like.device)
+        return n.reciprocal()
+
     def _quantize(self, x: Tensor) -> Tensor:
-        return k_bit_quantize(clamp(x, 0.0, 1.0), self.bits)
+        return fake_quantize(clamp(x, 0.0, 1.0), self.scale(x), grid=self.grid, ste=SteKind.IDENTITY)

@@ -136,8 +136,22 @@ class RecurrentLayer(Recurrent):
 
     def _update_flat_weights(self) -> None:
         """torch's own; where parameters were exchanged, it would put the float weights back."""
-        if not self._holds_quantized:
+        if not (self._holds_quantized or self._is_coded()):
             super()._update_flat_weights()  # type: ignore[misc]
+
+    def _init_flat_weights(self) -> None:
+        """torch's own; in the place of a weight that is kept as codes is an empty one, whose dtype torch asks for."""
+        if not self._is_coded():
+            super()._init_flat_weights()  # type: ignore[misc]
+            return
+        coded = [self.coded(f"{name}_quantizer") for name in self._flat_weights_names]
+        self._flat_weights = [
+            getattr(self, name, None) if codes is None else codes.scale.new_empty(0, dtype=codes.dtype)
+            for name, codes in zip(self._flat_weights_names, coded, strict=True)
+        ]
+
+    def _is_coded(self) -> bool:
+        return any(self.coded(f"{name}_quantizer") is not None for name in self._flat_weights_names)
 
     def _forward_steps(self, input: Any, hx: Any) -> Any:  # noqa: A002
         self._update_flat_weights()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowbit.granularity import PerBlock, PerGroup, PerToken
+from lowbit.nn.coded import CodedWeight
 from lowbit.nn.context import Context, Edge
 from lowbit.nn.swap import remove
 
@@ -74,9 +74,17 @@ class Slotted(nn.Module):
         return self._modules.get(slot) if edge is None else edge.quantizer
 
     def __getattr__(self, name: str) -> Any:
-        """A shared quantizer is an attribute of all that share it."""
+        """A shared quantizer is an attribute of all that share it; a weight that is kept as codes is their value."""
+        if (coded := self.coded(f"{name}_quantizer")) is not None:
+            return coded()
         value = super().__getattr__(name)
         return self.quantizer(name) if value is None and name in self.__dict__.get("_edges", ()) else value
+
+    def coded(self, slot: str) -> CodedWeight | None:
+        """The codes of a weight, where it is kept as codes."""
+        edge = self.__dict__.get("_edges", {}).get(slot)
+        held = self.__dict__.get("_modules", {}).get(slot) if edge is None else edge.quantizer
+        return held if isinstance(held, CodedWeight) else None
 
     def quantize(self, slot: str, x: Tensor) -> Tensor:
         """x as the quantizer of this slot gives it; x itself where there is none, and where x holds no floats."""
@@ -89,8 +97,10 @@ class Slotted(nn.Module):
 
     def quantize_weight(self, slot: str, weight: Tensor, output_axis: int) -> Tensor:
         """The quantized weight; scales of groups run over it as one row for each output."""
+        if self.coded(slot) is not None:
+            return weight  # which its codes have given
         quantizer = self.quantizer(slot)
-        if quantizer is None or not runs_over_rows(quantizer):
+        if quantizer is None or not quantizer.per.divides_rows:
             return self.quantize(slot, weight)
         shape = weight.movedim(output_axis, 0).shape
         return self.quantize(slot, rows(weight, output_axis)).view(shape).movedim(0, output_axis)
@@ -99,7 +109,7 @@ class Slotted(nn.Module):
         """Start the scale of a weight from the weight as it is now."""
         quantizer = self.quantizer(slot)
         weight, axis = self.slot_weight(slot)
-        quantizer.start(rows(weight, axis) if runs_over_rows(quantizer) else weight)
+        quantizer.start(rows(weight, axis) if quantizer.per.divides_rows else weight)
 
     def is_on(self, slot: str) -> bool:
         """Whether this slot has a quantizer, and it is enabled."""
@@ -110,11 +120,6 @@ class Slotted(nn.Module):
         """Whether this slot has a quantizer that is on, or wants to see its data."""
         quantizer = self.quantizer(slot)
         return quantizer is not None and (quantizer.enabled or (quantizer.training and quantizer.observing))
-
-
-def runs_over_rows(quantizer: Any) -> bool:
-    """Whether the scales of a weight's quantizer divide the inputs of each output."""
-    return isinstance(quantizer.per, PerGroup | PerBlock | PerToken)
 
 
 def rows(weight: Tensor, output_axis: int) -> Tensor:
