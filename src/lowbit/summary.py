@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from lowbit.blueprint import conversion_of
 from lowbit.fake_quantize import FakeQuantize
 from lowbit.model import require_preparation
-from lowbit.nn.slots import Slotted, rows, runs_over_rows
+from lowbit.nn.coded import CodedActivation, CodedWeight
+from lowbit.nn.slots import Slotted, rows
 from lowbit.preparation import UNSEEN, slotted_modules
 
 _SCALE_BYTES = 4
@@ -20,7 +22,8 @@ _SCALE_BYTES = 4
 class Line:
     """One quantizer of one layer or op; or, with ``slot`` empty, something left in float and the reason.
 
-    ``bytes`` are those of the codes and scales of a quantized weight, of the parameters of what is in float.
+    ``bytes`` are those of the codes and scales of a quantized weight, of the parameters of what is in float. ``note``
+    is that reason; of a converted layer, how it multiplies.
     """
 
     path: str
@@ -31,6 +34,11 @@ class Line:
     float_bytes: int
     bytes: int
     note: str = ""
+
+    @property
+    def text(self) -> str:
+        """How it is quantized, and the note."""
+        return ", ".join(filter(None, (self.quantizer, self.note)))
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Summary:
     def __str__(self) -> str:
         head = ("layer", "type", "of", "quantizer", "parameters", "bytes")
         rows = [
-            (line.path or "(model)", line.type, line.slot or "float", line.quantizer or line.note)
+            (line.path or "(model)", line.type, line.slot or "float", line.text)
             + ((f"{line.parameters:,}", f"{line.bytes:,}") if line.parameters else ("", ""))
             for line in self.lines
         ]
@@ -87,13 +95,19 @@ class Summary:
 
 
 def summary(model: nn.Module) -> Summary:
-    """What of a prepared model is quantized and how, line by line, in the order of the model
+    """What of a prepared or converted model is quantized and how, line by line, in the order of the model
 
     >>> import lowbit
     >>> print(summary(lowbit.prepare(nn.Linear(64, 8), lowbit.recipes.w4())))  # doctest: +ELLIPSIS
     layer    type    of      quantizer ...
     """
-    preparation = require_preparation(model)
+    conversion = conversion_of(model)
+    if conversion is None:
+        preparation = require_preparation(model)
+        floats, traced, products = preparation.floats, preparation.traced, {}
+    else:
+        floats, traced = conversion.blueprint.floats, True
+        products = {path.replace("quantized_ops.", ""): product for path, product in conversion.products.items()}
     counted: set[int] = set()
     seen: dict[int, str] = {}
     lines = []
@@ -102,7 +116,9 @@ def summary(model: nn.Module) -> Summary:
             quantizer = holder.quantizer(slot)
             if quantizer is not None:
                 lines.append(_line(path, holder, slot, role, quantizer, seen, counted))
-    reasons = dict(preparation.floats)
+                if role == "weight" and path in products:
+                    lines[-1] = replace(lines[-1], note=f"product: {products[path]}")
+    reasons = dict(floats)
     for path, module in model.named_modules():
         if isinstance(module, FakeQuantize):
             continue
@@ -114,7 +130,7 @@ def summary(model: nn.Module) -> Summary:
             reason = reasons.pop(path, _reason(module))
             lines.append(Line(path, _type(module), "", "", size, weight, weight, reason))
     lines.extend(Line(path, "op", "", "", 0, 0, 0, reason) for path, reason in reasons.items())
-    return Summary(tuple(lines), preparation.traced)
+    return Summary(tuple(lines), traced)
 
 
 def _reason(module: nn.Module) -> str:
@@ -132,6 +148,10 @@ def _line(
     where = f"{path}.{slot}".removeprefix(".")
     first = seen.setdefault(id(quantizer), where)
     text = _describe(quantizer) if first == where else f"shared with {first}"
+    if isinstance(quantizer, CodedWeight):
+        size = math.prod(quantizer.form.shape) if first == where else 0
+        held = sum(buffer.nbytes for buffer in quantizer.buffers()) if first == where else 0
+        return Line(path, _type(holder), name, text, size, size * quantizer.dtype.itemsize, held)
     parameter = holder.slot_parameter(slot) if role == "weight" else None
     if role != "weight" or (parameter is not None and id(parameter) in counted):
         return Line(path, _type(holder), name, text, 0, 0, 0)
@@ -143,12 +163,14 @@ def _line(
 
 def _code_bytes(weight: Tensor, axis: int, quantizer: Any) -> int:
     """Codes, packed, and a float32 scale for each group."""
-    shape = rows(weight, axis).shape if runs_over_rows(quantizer) else weight.shape
+    shape = rows(weight, axis).shape if quantizer.per.divides_rows else weight.shape
     scales = math.prod(quantizer.per.scale_shape(shape))
     return math.ceil(weight.numel() * quantizer.bits / 8) + scales * _SCALE_BYTES
 
 
 def _describe(quantizer: Any) -> str:
+    if isinstance(quantizer, CodedWeight | CodedActivation):
+        return quantizer.extra_repr()
     if not isinstance(quantizer, FakeQuantize):
         return repr(quantizer)
     low, high = quantizer.quant_range()
