@@ -1,0 +1,276 @@
+"""Random networks with random quantizers: a file that computes what the model computes, or an error that says why not."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lowbit
+from lowbit import (
+    EMA,
+    Fixed,
+    Learned,
+    PerBatch,
+    PerBlock,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    QuantSpec,
+    Recipe,
+    Rule,
+    SteKind,
+)
+from lowbit.export.onnx import export_onnx
+from lowbit.export.verify import verify
+
+EXAMPLES = 120
+
+
+class Residual(nn.Module):
+    """x + body(x)"""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+class Join(nn.Module):
+    """One body's features after another's."""
+
+    def __init__(self, left: nn.Module, right: nn.Module, axis: int) -> None:
+        super().__init__()
+        self.left, self.right, self.axis = left, right, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.left(x), self.right(x)], self.axis)
+
+
+class Steps(nn.Module):
+    """The outputs of a recurrent layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+class Attend(nn.Module):
+    """Rows that attend to each other."""
+
+    def __init__(self, layer: nn.Module, need_weights: bool) -> None:
+        super().__init__()
+        self.layer, self.need_weights = layer, need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x, need_weights=self.need_weights)[0]
+
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.LeakyReLU)
+WIDTHS = (1, 3, 4, 6, 8)
+
+
+def choose(draw: Draw, *options: Any) -> Any:
+    return draw(st.sampled_from(options))
+
+
+def activation(draw: Draw, x: Tensor) -> nn.Module:
+    return choose(draw, *ACTIVATIONS)()
+
+
+def linear(draw: Draw, x: Tensor) -> nn.Module:
+    layer = nn.Linear(x.shape[-1], choose(draw, *WIDTHS), bias=draw(st.booleans()))
+    norms = [nn.BatchNorm1d(layer.out_features)] if x.dim() == 2 and draw(st.booleans()) else []
+    return nn.Sequential(layer, *norms, *([activation(draw, x)] if draw(st.booleans()) else []))
+
+
+def residual_linear(draw: Draw, x: Tensor) -> nn.Module:
+    return Residual(nn.Linear(x.shape[-1], x.shape[-1]))
+
+
+def joined_linear(draw: Draw, x: Tensor) -> nn.Module:
+    return Join(linear(draw, x), linear(draw, x), -1)
+
+
+def recurrent(draw: Draw, x: Tensor) -> nn.Module:
+    cls, both, layers = choose(draw, nn.RNN, nn.LSTM, nn.GRU), draw(st.booleans()), choose(draw, 1, 2)
+    return Steps(cls(x.shape[-1], 4, layers, batch_first=True, bidirectional=both, bias=draw(st.booleans())))
+
+
+def attention(draw: Draw, x: Tensor) -> nn.Module:
+    width = x.shape[-1]
+    heads = choose(draw, *(heads for heads in (1, 2, 3) if width % heads == 0))
+    layer = nn.MultiheadAttention(width, heads, batch_first=True, bias=draw(st.booleans()))
+    return Attend(layer, draw(st.booleans()))
+
+
+def norm(draw: Draw, x: Tensor) -> nn.Module:
+    return nn.LayerNorm(x.shape[-1])
+
+
+def convolution(draw: Draw, x: Tensor) -> nn.Module:
+    dims, channels = x.dim() - 2, x.shape[1]
+    groups = choose(draw, *(groups for groups in (1, 2, channels) if channels % groups == 0))
+    kernel = tuple(choose(draw, 1, 2, 3) for _ in range(dims))
+    mode = choose(draw, "zeros", "zeros", "reflect", "replicate", "circular") if dims < 3 else "zeros"
+    padding = "same" if draw(st.integers(0, 4)) == 0 else tuple(choose(draw, 0, 1) for _ in range(dims))
+    stride = 1 if padding == "same" else tuple(choose(draw, 1, 2) for _ in range(dims))
+    dilation = choose(draw, 1, 1, 2) if min(x.shape[2:]) > 4 else 1
+    cls = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    width, bias = groups * choose(draw, 1, 2, 4), draw(st.booleans())
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "padding_mode": mode}
+    kernel = tuple(min(k, size) for k, size in zip(kernel, x.shape[2:], strict=True))
+    layer = cls(channels, width, kernel, bias=bias, **options)
+    return _with_norm(draw, x, layer, width)
+
+
+def _with_norm(draw: Draw, x: Tensor, layer: nn.Module, width: int) -> nn.Module:
+    norms = [(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[x.dim() - 3](width)] if draw(st.booleans()) else []
+    return nn.Sequential(layer, *norms, *([activation(draw, x)] if draw(st.booleans()) else []))
+
+
+def transposed(draw: Draw, x: Tensor) -> nn.Module:
+    cls, groups = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[x.dim() - 3], 1
+    if x.shape[1] % 2 == 0:
+        groups = choose(draw, 1, 2)
+    stride, width = choose(draw, 1, 2), groups * choose(draw, 1, 2, 3)
+    extra = choose(draw, *range(stride))
+    layer = cls(x.shape[1], width, 2, stride, output_padding=extra, groups=groups, bias=draw(st.booleans()))
+    return _with_norm(draw, x, layer, width)
+
+
+def residual_convolution(draw: Draw, x: Tensor) -> nn.Module:
+    cls = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[x.dim() - 3]
+    return Residual(cls(x.shape[1], x.shape[1], 3, padding=1))
+
+
+def joined_convolution(draw: Draw, x: Tensor) -> nn.Module:
+    cls = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[x.dim() - 3]
+    return Join(cls(x.shape[1], choose(draw, 1, 4), 1), nn.Sequential(cls(x.shape[1], 2, 1), activation(draw, x)), 1)
+
+
+def pooling(draw: Draw, x: Tensor) -> nn.Module:
+    dims = x.dim() - 2
+    kernel = choose(draw, *range(1, min(3, *x.shape[2:]) + 1))
+    padding = choose(draw, 0, kernel // 2)
+    if draw(st.booleans()):
+        return (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[dims - 1](kernel, choose(draw, 1, 2), padding)
+    cls, counted, ceil = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[dims - 1], draw(st.booleans()), draw(st.booleans())
+    divisor = {"divisor_override": 3} if dims > 1 and not ceil and draw(st.booleans()) else {}
+    return cls(kernel, choose(draw, 1, 2), padding, ceil, counted, **divisor)
+
+
+def adaptive(draw: Draw, x: Tensor) -> nn.Module:
+    cls = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)[x.dim() - 3]
+    return cls(choose(draw, 1, 2, 3))
+
+
+ROWS = (linear, linear, residual_linear, joined_linear, activation)
+SEQUENCES = (*ROWS, recurrent, attention, norm)
+IMAGES = (convolution, convolution, transposed, residual_convolution, joined_convolution, pooling, adaptive, activation)
+
+
+def steps_of(x: Tensor, kind: str) -> tuple[Any, ...]:
+    if kind == "images":
+        return IMAGES
+    return SEQUENCES if x.dim() == 3 else ROWS
+
+
+@st.composite
+def specs(draw: st.DrawFn, role: str) -> QuantSpec:
+    """A spec that its own checks take."""
+    if draw(st.integers(0, 7)) == 0:
+        if role == "weight" and draw(st.booleans()):
+            return QuantSpec(bits=1, method="binary", per=choose(draw, PerTensor(), PerChannel(0)), ste=SteKind.IDENTITY)
+        method = "dorefa_weight" if role == "weight" else "dorefa_activation"
+        return QuantSpec(bits=draw(st.integers(2, 10)), method=method)
+    symmetric, signed = draw(st.booleans()), choose(draw, None, True, False)
+    is_signed = symmetric if signed is None else signed
+    bits = draw(st.integers(2 if is_signed else 1, 8) | st.integers(2 if is_signed else 1, 16))
+    pers = [PerTensor(), PerTensor(), PerChannel(0 if role == "weight" else 1), PerToken(), PerGroup(2), PerGroup(4)]
+    per = choose(draw, *pers, PerBlock(1, 2))
+    modes = [PerBatch(), PerBatch("mean_abs") if symmetric else PerBatch()]
+    if role == "weight" or isinstance(per, PerTensor | PerChannel):
+        lsq = Learned(choose(draw, "lsq", "lsq+"), batch_axis=None if role == "weight" else 0)
+        modes += [EMA(), Fixed(), lsq] if not isinstance(per, PerToken) else []
+        modes += [Learned("pact")] if symmetric and not is_signed and not isinstance(per, PerToken) else []
+    return QuantSpec(
+        bits=bits,
+        per=per,
+        symmetric=symmetric,
+        signed=signed,
+        narrow=is_signed and draw(st.booleans()),
+        scale_mode=choose(draw, *modes),
+    )
+
+
+def takes_bias(weight: QuantSpec | None, x: QuantSpec | None) -> bool:
+    """Whether a bias can be an integer of the accumulator's scale."""
+    kept = x is not None and isinstance(x.per, PerTensor) and x.method == "uniform"
+    return kept and not isinstance(x.scale_mode, PerBatch) and isinstance(getattr(weight, "per", None), PerTensor | PerChannel)
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[nn.Module, Recipe, Tensor]:
+    """A network of one to three steps, with a choice of quantizers for each, and a batch"""
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    kind = choose(draw, "rows", "rows", "sequences", "words", "images", "images")
+    batch = draw(st.integers(2, 4))
+    steps: list[nn.Module] = []
+    if kind == "images":
+        dims = draw(st.integers(1, 3))
+        x = torch.randn(batch, choose(draw, 1, 2, 4), *(choose(draw, 4, 5, 6) for _ in range(dims)))
+    elif kind == "words":
+        x = torch.randint(0, 9, (batch, 3))
+        steps.append(nn.Embedding(9, choose(draw, *WIDTHS)))
+    else:
+        shape = [batch] if kind == "rows" else [batch, choose(draw, 1, 3)]
+        x = torch.randn(*shape, choose(draw, *WIDTHS))
+    y = steps[0](x) if steps else x
+    for _ in range(draw(st.integers(1, 3))):
+        steps.append(choose(draw, *steps_of(y, kind))(draw, y).eval())
+        with torch.no_grad():
+            y = steps[-1](y)
+    if kind == "images" and draw(st.booleans()):
+        steps += [nn.Flatten(), nn.Linear(y[0].numel(), 3)]
+    rules = []
+    for number, step in enumerate(steps):
+        if any(isinstance(module, QUANTIZED) for module in step.modules()):
+            weight, x_spec = draw(specs("weight")), draw(specs("activation"))
+            weight, x_spec = choose(draw, (weight, x_spec), (weight, x_spec), (weight, None), (None, x_spec))
+            output = draw(specs("output")) if draw(st.integers(0, 5)) == 0 else None
+            rules.append(Rule(f"{number}*", weight, x_spec, output, takes_bias(weight, x_spec) and draw(st.booleans())))
+    return nn.Sequential(*steps), Recipe(rules=rules, fold=draw(st.booleans())), x
+
+
+QUANTIZED = (
+    nn.Linear,
+    nn.modules.conv._ConvNd,
+    nn.Embedding,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    *(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+)
+
+
+def ship(model: nn.Module, recipe: Recipe, x: Tensor, other: Tensor, style: str, path: Path) -> Any:
+    prepared = lowbit.prepare(model.eval(), recipe, x)
+    lowbit.calibrate(prepared, [x])
+    export_onnx(prepared, x, path, style)
+    return verify(prepared, path, other)
