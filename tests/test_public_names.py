@@ -32,6 +32,7 @@ NAMES = {
     "ScaleMode",
     "Schedule",
     "SteKind",
+    *("convert", "export_onnx", "load", "save", "verify"),
     *("calibrate", "estimate_batch_norm", "freeze", "noise", "prepare", "replicate", "restore"),
     *("scale_parameters", "summary"),
     *("functional", "observers", "recipes"),

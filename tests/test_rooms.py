@@ -13,7 +13,7 @@ SOURCE = Path(lowbit.__file__).parent
 
 ROOMS = {
     r"\bctx\b|autograd\.Function": r"functional/",
-    r"nn\.Parameter\(|register_buffer": r"scale_state\.py|observers\.py|bench/networks\.py",
+    r"nn\.Parameter\(|register_buffer": r"scale_state\.py|observers\.py|nn/|bench/networks\.py",
     r"\.round\(|\.round_\(|torch\.round": r"kernels/|scale\.py|bench/contenders\.py",
     r"\btl\.": r"kernels/triton\.py",
     r"\n *import triton|from triton": r"kernels/triton|kernels/tiling",

@@ -1,6 +1,10 @@
 """lowbit: quantization-aware training in PyTorch, right to the bit."""
 
 from lowbit import functional, observers, recipes
+from lowbit.conversion import convert
+from lowbit.export.artifact import load, save
+from lowbit.export.onnx import export_onnx
+from lowbit.export.verify import verify
 from lowbit.fake_quantize import FakeQuantize
 from lowbit.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.grid import Grid
@@ -14,8 +18,7 @@ from lowbit.scale import EMA, Fixed, Learned, PerBatch, ScaleMode
 from lowbit.schedule import Schedule
 from lowbit.ste import SteKind
 from lowbit.summary import summary
-
-__version__ = "0.1.0"
+from lowbit.version import __version__ as __version__
 
 __all__ = [
     "EMA",
@@ -38,15 +41,20 @@ __all__ = [
     "Schedule",
     "SteKind",
     "calibrate",
+    "convert",
     "estimate_batch_norm",
+    "export_onnx",
     "freeze",
     "functional",
+    "load",
     "noise",
     "observers",
     "prepare",
     "recipes",
     "replicate",
     "restore",
+    "save",
     "scale_parameters",
     "summary",
+    "verify",
 ]
