@@ -636,13 +636,12 @@ class TestBias:
             assert_products(converted, found, x)
 
     def test_that_rounds_to_minus_zero(self) -> None:
-        layer = nn.Linear(4, 1)
-        with torch.no_grad():
-            layer.weight.fill_(1.0)
-            layer.bias.fill_(-1e-9)
-        x = torch.eye(4)
+        layer, x = nn.Linear(4, 1), torch.eye(4)
+        nn.init.constant_(layer.bias, -1e-9)
         model = prepared(layer, INTEGER_BIAS, x)
-        assert_same_outputs(lowbit.convert(model, "float"), model, -torch.zeros(2, 4))
+        converted: Any = lowbit.convert(model, "float")
+        assert_same_bits(model._prepared_bias(model.bias).detach(), torch.zeros(1))
+        assert_same_bits(converted._prepared_bias(None), torch.zeros(1))
 
     def test_too_large_for_32_bits_stays_float(self, arithmetic: str) -> None:
         layer = nn.Linear(4, 3)
@@ -892,6 +891,18 @@ class TestErrors:
             RuntimeError, match=r"attention\.key_quantizer had seen no data when the model was converted"
         ):
             converted(x, other)
+
+
+def test_converting_in_inference_mode(arithmetic: str) -> None:
+    case = case_of("unet")
+    model = prepared(case.model, lowbit.recipes.w8a8(), case.batch)
+    with torch.inference_mode():
+        converted = lowbit.convert(model, arithmetic)
+    wanted = lowbit.convert(model, arithmetic)
+    assert_same_outputs(converted, wanted, case.batch)
+    assert_same_outputs(copy.deepcopy(converted).double().float(), wanted, case.batch)
+    x = case.batch.clone().requires_grad_()
+    assert_same_bits(converted(x).detach(), run(wanted, case.batch)[0])
 
 
 class TestWrappers:

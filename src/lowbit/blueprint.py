@@ -38,7 +38,8 @@ class Blueprint(Record):
 
     - ``layers``: the paths of the layers with quantizers
     - ``owners``: by path, the ops of a module's own forward and how many of each kind it runs
-    - ``weights``, ``activations``: by place, the form of a quantizer
+    - ``weights``, ``activations``: by place, the form of a quantizer; a weight that is quantized on every call, as it
+      is computed or taken elsewhere too, is among the activations
     - ``edges``: the places that share a quantizer, its own first
     - ``grids``: the places whose values lie on the grid of the quantizer at another
     - ``owned``: the parameters, by path, that one op alone takes, and its place

@@ -41,7 +41,7 @@ def convert(model: nn.Module, arithmetic: str = "integer") -> nn.Module:
     ``arithmetic="float"``: the codes' values are multiplied; the outputs are those of the prepared model in eval mode,
     to the bit. ``"integer"``: where the specs allow, the codes themselves are multiplied, and the sums are exact; see
     ``lowbit.nn.products`` for the order of what follows. It needs no quantizer, no optimizer and no training code, only
-    the float model's own classes.
+    the float model's own classes. A wrapper such as DistributedDataParallel is looked through, and left behind.
 
     >>> import lowbit
     >>> model = lowbit.prepare(nn.Linear(64, 8), lowbit.recipes.w4(), torch.randn(2, 64))
