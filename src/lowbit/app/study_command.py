@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lowbit.app.terminal import Terminal, command_line
+from lowbit.app.terminal import WRONG, Terminal, UsageError, command_line
 
 
 def study(
@@ -55,7 +55,10 @@ def _run(terminal: Terminal, path: Path | None, changes: dict[str, Any], again: 
     from lowbit.app.study_config import StudyConfig
     from lowbit.app.study_report import make_report, ship_best
 
-    chosen = StudyConfig.read(path, changes) if path is not None else StudyConfig.from_dict(changes)
+    try:
+        chosen = StudyConfig.read(path, changes) if path is not None else StudyConfig.from_dict(changes)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
     folder = Path(chosen.output or f"runs/study-{chosen.data}")
     runs = len(chosen.cases()) * len(chosen.rates) * chosen.seeds
     terminal.say(f"study of {len(chosen.cases())} cases, {runs} runs, into {folder}")
@@ -85,7 +88,7 @@ def _run(terminal: Terminal, path: Path | None, changes: dict[str, Any], again: 
     answer = {"ok": shipped["ok"], "rows": table, "findings": analysis.findings(), "report": str(folder / REPORT)}
     terminal.answer(answer | {"verification": shipped["verification"]})
     if not shipped["ok"]:
-        terminal.code = 1
+        terminal.code = WRONG
 
 
 def _plain(value: Any) -> Any:

@@ -78,11 +78,11 @@ class StudyConfig(Record):
     rules: tuple[str, ...] = ("clipped_identity", "identity", "in_range", "tanh", "hard_tanh")
     scales: tuple[str, ...] = ("learned",)
     roles: tuple[str, ...] = ROLES
-    rates: tuple[float, ...] = (0.01, 0.03)
+    rates: tuple[float, ...] = (0.03, 0.1)
     seeds: int = 5
     float_epochs: int = 12
     float_rate: float = 0.1
-    epochs: int = 4
+    epochs: int = 12
     batch_size: int = 64
     weight_decay: float = 5e-4
     held_out: float = 0.2

@@ -1,0 +1,127 @@
+"""Terminal: progress bars where someone watches, plain lines where not, one JSON object where a machine reads."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class UsageError(Exception):
+    """What the user asked for makes no sense, whatever the run does."""
+
+
+class Terminal:
+    """Where a command's words go: to stdout; with ``as_json`` to stderr, and one JSON object to stdout"""
+
+    def __init__(self, *, as_json: bool = False, debug: bool = False) -> None:
+        self.as_json, self.debug = as_json, debug
+        self.console = Console(stderr=as_json, highlight=False)
+        self.code = OK
+
+    def say(self, text: str = "") -> None:
+        """A line, as it is."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def answer(self, value: dict[str, Any]) -> None:
+        """The JSON object, where that is wanted."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+            sys.stdout.flush()
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Rows under their columns; on a pipe, with spaces between."""
+        if not self.console.is_terminal:
+            lines = [list(columns), *([str(cell) for cell in row] for row in rows)]
+            widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+            self.say(f"{title}:")
+            for line in lines:
+                self.say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+            return
+        table = Table(title=title, title_justify="left")
+        for i, column in enumerate(columns):
+            is_number = all(isinstance(row[i], int | float) for row in rows)
+            table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(str(cell) for cell in row))
+        self.console.print(table)
+
+    @contextmanager
+    def bar(self) -> Iterator[Callable[[str, int, int, str], None]]:
+        """A function of (name, done, total, text) that moves a bar; on a pipe it does nothing."""
+        if not self.console.is_terminal:
+            yield _stand_still
+            return
+        columns = (
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            tasks: dict[str, Any] = {}
+
+            def move(name: str, done: int, total: int, text: str) -> None:
+                for other in [other for other in tasks if other != name]:
+                    progress.remove_task(tasks.pop(other))
+                if name not in tasks:
+                    tasks[name] = progress.add_task(name, text=text)
+                progress.update(tasks[name], completed=done, total=total or None, text=text)
+
+            yield move
+
+    @contextmanager
+    def guarded(self, resume: str = "") -> Iterator[None]:
+        """Whatever goes wrong inside is one message on stderr, and ``code``; ``resume`` is the command to go on with"""
+        try:
+            with warnings.catch_warnings():
+                if not self.debug:
+                    warnings.simplefilter("ignore")
+                yield
+        except KeyboardInterrupt:
+            kept = f"; what is finished is kept. To go on: {resume}" if resume else ""
+            self._fail(INTERRUPTED, f"stopped{kept}")
+        except UsageError as error:
+            self._fail(USAGE, str(error))
+        except Exception as error:  # the last door: whatever it is, the user gets one message
+            self._fail(WRONG, _message(error), known=isinstance(error, _KNOWN))
+
+    def _fail(self, code: int, message: str, *, known: bool = True) -> None:
+        self.code = code
+        if self.debug:
+            traceback.print_exc()
+        elif not known:
+            message += " (not foreseen: --debug shows where)"
+        sys.stderr.write(f"{'' if code == INTERRUPTED else 'error: '}{message}\n")
+        self.answer({"ok": False, "error": message, "exit_code": code})
+
+
+def _stand_still(name: str, done: int, total: int, text: str) -> None:
+    pass
+
+
+_KNOWN = (ValueError, TypeError, RuntimeError, OSError, ImportError)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command, to copy and paste."""
+    return shlex.join(["lowbit", *arguments])
