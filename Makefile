@@ -8,9 +8,9 @@ INSTALLED := $(VENV)/installed
 ## test: everything CI runs (lint, types, imports, documentation, tests)
 test: check docs pytest interpret sanitize test-long
 
-## demo: train a small network on digits in float, then at 8, 4 and 2 bits with every gradient rule
+## demo: compare the gradient rules at 2 bits on digits, export the best network, verify the file, write a report
 demo: $(INSTALLED)
-	$(BIN)/python examples/digits.py
+	$(BIN)/lowbit study --bits 2 --output runs/demo
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""One registry of torch's ONNX functions for all exports of a session: torch builds it anew for each, in half a second."""
+"""One registry of torch's ONNX functions for all exports of a session: torch builds it anew, in half a second."""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(images, labels), 16)
 
 
-def run(epochs: int, checkpoint: Path | None = None, **options: Any) -> tuple[Trainer, Classifier, QuantizationCallback]:
+def run(
+    epochs: int, checkpoint: Path | None = None, **options: Any
+) -> tuple[Trainer, Classifier, QuantizationCallback]:
     torch.manual_seed(1)
     module = Classifier()
     callback = QuantizationCallback(lowbit.recipes.w2a2(), torch.randn(4, 8), **options)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowbit.app.analysis import Analysis, Row
+from lowbit.app.analysis import Analysis
 from lowbit.app.fit import write_json
 from lowbit.app.report import Report
 from lowbit.app.report_parts import Accuracy, Curve, Table
@@ -69,8 +69,8 @@ def make_report(config: StudyConfig, analysis: Analysis, shipped: dict[str, Any]
         facts=facts | ({"command": command} if command else {}),
         findings=analysis.findings(),
         accuracy=[
-            Accuracy("float", analysis.float_test),
-            *(_accuracy(f"{bits} bits", rows[0]) for bits, rows in analysis.rows.items()),
+            _accuracy("float", analysis.float_test, analysis.float_spread),
+            *(_accuracy(f"{bits} bits", rows[0].test, rows[0].spread) for bits, rows in analysis.rows.items()),
         ],
         tables=[Table("Every case", columns, rows, note)],
         curves=_curves(config, analysis),
@@ -79,8 +79,8 @@ def make_report(config: StudyConfig, analysis: Analysis, shipped: dict[str, Any]
     )
 
 
-def _accuracy(name: str, row: Row) -> Accuracy:
-    return Accuracy(name, row.test, row.test - row.spread, row.test + row.spread)
+def _accuracy(name: str, value: float, spread: float) -> Accuracy:
+    return Accuracy(name, value, value - spread, value + spread)
 
 
 def _curves(config: StudyConfig, analysis: Analysis) -> list[Curve]:

@@ -19,7 +19,7 @@ from lowbit.nn.layer import QuantLayer
 Pairs = dict[tuple[str, int], str]
 ByCall = dict[tuple[str, int], Codes]
 
-# Two values of a row that differ by so many eps are as large: another order of sums may swap them.
+# Two values of a row that differ by so many eps of all are as large: another order of sums may swap them.
 _TIES = 8
 
 
@@ -41,17 +41,17 @@ def compare_values(actual: Any, expected: Any) -> Values:
     relative = 0.0 if largest == 0 else largest / reach if reach else math.inf
     decibels = _decibels(float(np.square(finite).sum()), float(np.square(noise).sum()))
     rows = np.issubdtype(expected.dtype, np.floating) and b.ndim > 0 and b.size > 0
-    agree = _agree(a, b, _TIES * float(np.finfo(expected.dtype).eps)) if rows else same
+    agree = _agree(a, b, _TIES * float(np.finfo(expected.dtype).eps) * reach) if rows else same
     agreement = float(np.mean(agree)) if np.size(agree) else 1.0
     return Values(same.size, int(np.count_nonzero(~same)), largest, relative, decibels, agreement)
 
 
 def _agree(a: Any, b: Any, tie: float) -> Any:
-    """Of each row, whether b is largest where a is, or there lower by no more than this share of its largest"""
+    """Of each row, whether b is largest where a is, or there lower by no more than this"""
     place, top = np.argmax(a, -1), np.max(b, -1)
     there = np.take_along_axis(b, place[..., None], -1)[..., 0]
     with np.errstate(invalid="ignore"):
-        return (place == np.argmax(b, -1)) | (top - there <= tie * np.abs(top))
+        return (place == np.argmax(b, -1)) | (top - there <= tie)
 
 
 def _decibels(signal: float, lost: float) -> float:

@@ -1,6 +1,16 @@
-"""What a file of ours says of itself, by its keys."""
+"""What a file of ours says of itself, by its keys, and what it is to say of codes."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class CodeKind(NamedTuple):
+    """How many bits the codes of a weight take in a file, the sign among them where they have one."""
+
+    bits: int
+    signed: bool
+
 
 # Of a file: its style, "qdq" or "integer", and the lowbit that wrote it.
 STYLE = "lowbit.style"

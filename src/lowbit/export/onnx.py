@@ -24,7 +24,7 @@ from lowbit.blueprint import conversion_of
 from lowbit.conversion import convert
 from lowbit.copies import copied
 from lowbit.export.extra import require
-from lowbit.export.metadata import STYLE, VERSION
+from lowbit.export.metadata import STYLE, VERSION, CodeKind
 from lowbit.nn.coded import CodedWeight
 from lowbit.record import check_choice, check_integer
 from lowbit.version import __version__
@@ -62,12 +62,13 @@ def export_onnx(
     args, kwargs = _arguments(example_inputs)
     if dynamic_batch:
         args, kwargs = _at_least_two((args, kwargs))
-    bits = _open(converted)
+    _run(converted, args, kwargs)
+    kinds = _open(converted)
     from lowbit.export import passes
 
     with _quiet():
         program = _export(converted, args, kwargs, opset, dynamic_batch)
-        passes.finish(program.model, bits, opset)
+        passes.finish(program.model, kinds, opset)
     if dynamic_batch:
         passes.name_batch(program.model)
     program.model.metadata_props.update({STYLE: style, VERSION: __version__})
@@ -89,7 +90,7 @@ def _converted(model: nn.Module, style: str) -> nn.Module:
     for name, tensor in (*converted.named_parameters(), *converted.named_buffers()):
         if tensor.dtype == torch.float64:
             raise TypeError(f"{name} is float64, but ONNX quantizes float32; export model.float()")
-    return converted.cpu()
+    return converted.cpu().eval()
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -131,15 +132,23 @@ def _at_least_two(inputs: Any) -> Any:
     return tree_map(twice, inputs)
 
 
-def _open(model: nn.Module) -> dict[str, int]:
-    """The codes of every weight as plain integers, for the exporter to see; by name, the bits that each takes"""
-    bits = {}
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Once before the export: what a model can't do anyway is its own error, and none of the exporter's."""
+    args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    with torch.no_grad():
+        model(*args, **kwargs)
+
+
+def _open(model: nn.Module) -> dict[str, CodeKind]:
+    """The codes of every weight as plain integers, for the exporter to see; by name, of which kind they are"""
+    kinds = {}
     for path, module in model.named_modules():
         if isinstance(module, CodedWeight):
             module.open()
             # Odd numbers from -(2^b - 1) to 2^b - 1 take a bit more.
-            bits[f"{path}.codes".removeprefix(".")] = module.bits + module.form.odd
-    return bits
+            form = module.form
+            kinds[f"{path}.codes".removeprefix(".")] = CodeKind(form.bits + form.odd, form.signed or form.odd)
+    return kinds
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], opset: int, dynamic_batch: bool) -> Any:

@@ -10,19 +10,20 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer
 
-from lowbit.export.metadata import LAYER
+from lowbit.export.metadata import LAYER, CodeKind
 
 # Where the exporter keeps the path of a node's module.
 _SCOPES = "pkg.torch.onnx.name_scopes"
+_NOWHERE = "_empty_nn_module_stack_from_metadata_hook"
 _KEPT = ("QuantizeLinear", "DequantizeLinear", "MatMulInteger", "ConvInteger")
 _SMALL = 1 << 16
 
 
-def finish(model: ir.Model, bits: dict[str, int], opset: int) -> None:
+def finish(model: ir.Model, kinds: dict[str, CodeKind], opset: int) -> None:
     """Fold what is constant, merge what is there twice, and store codes in as many bits as they have."""
     common.InlinePass()(model)
     graph = model.graph
-    codes = {name: width for name, width in bits.items() if name in graph.initializers}
+    codes = {name: kind for name, kind in kinds.items() if name in graph.initializers}
     sizes = max((value.const_value.size for value in graph.initializers.values() if value.const_value), default=0)
     limit = max(int(sizes) * 8, 8192)
     optimizer.fold_constants_ir(
@@ -31,6 +32,7 @@ def finish(model: ir.Model, bits: dict[str, int], opset: int) -> None:
         output_size_limit=limit,
         should_fold=lambda node: False if _is_kept(node) or _takes_codes(node, codes) else None,
     )
+    common.CommonSubexpressionEliminationPass()(model)  # a layer that runs twice takes its codes once
     _fold_codes(graph, codes)
     common.RemoveUnusedNodesPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -58,7 +60,7 @@ def _is_kept(node: ir.Node) -> bool:
     return node.op_type in _KEPT
 
 
-def _takes_codes(node: ir.Node, codes: dict[str, int]) -> bool:
+def _takes_codes(node: ir.Node, codes: dict[str, CodeKind]) -> bool:
     return any(value is not None and value.name in codes for value in node.inputs)
 
 
@@ -75,11 +77,13 @@ def _array(value: ir.Value | None) -> Any:
     return None
 
 
-def _fold_codes(graph: ir.Graph, codes: dict[str, int]) -> None:
+def _fold_codes(graph: ir.Graph, codes: dict[str, CodeKind]) -> None:
     """Codes in the shape and order in which a node takes them."""
     for node in list(graph):
         source: Any = node.inputs[0] if node.inputs else None
         if source is None or source.name not in codes or node.op_type not in ("Transpose", "Reshape"):
+            continue
+        if len(source.uses()) > 1:  # a file holds no codes twice
             continue
         array = source.const_value.numpy()
         if node.op_type == "Transpose":
@@ -92,18 +96,17 @@ def _fold_codes(graph: ir.Graph, codes: dict[str, int]) -> None:
         codes[value.name] = codes[source.name]
         ir.convenience.replace_all_uses_with(node.outputs[0], value)
         graph.remove(node, safe=True)
-        if not source.uses():
-            del graph.initializers[source.name]
+        del graph.initializers[source.name]
 
 
-def _narrow(model: ir.Model, codes: dict[str, int], opset: int) -> None:
+def _narrow(model: ir.Model, codes: dict[str, CodeKind], opset: int) -> None:
     """Weights of 4 bits as int4, of 2 as int2 where the opset has it; products of integers take them as int8."""
     graph = model.graph
-    for name, bits in codes.items():
+    for name, kind in codes.items():
         value: Any = graph.initializers.get(name)
         if value is None or value.const_value is None:
             continue
-        dtype = _narrowest(value.const_value.numpy(), bits, opset)
+        dtype = _narrowest(kind, opset)
         if dtype == value.dtype:
             continue
         uses, wide = list(value.uses()), value.dtype
@@ -121,13 +124,10 @@ def _narrow(model: ir.Model, codes: dict[str, int], opset: int) -> None:
             node.replace_input_with(index, cast.outputs[0])
 
 
-def _narrowest(codes: Any, bits: int, opset: int) -> ir.DataType:
-    """The smallest type that holds codes of so many bits; those of 17, odd numbers, only int32"""
-    widths = [width for width in (2, 4, 8, 16) if bits <= width and (width > 2 or opset >= 25)]
-    if not widths:
-        return ir.DataType.INT32
-    signed = bool((codes < 0).any())
-    return ir.DataType[f"{'' if signed else 'U'}INT{widths[0]}"]
+def _narrowest(kind: CodeKind, opset: int) -> ir.DataType:
+    """The smallest type that holds such codes; odd numbers of 17 bits are left as int32"""
+    widths = [width for width in (2, 4, 8, 16) if kind.bits <= width and (width > 2 or opset >= 25)]
+    return ir.DataType[f"{'' if kind.signed else 'U'}INT{widths[0]}"] if widths else ir.DataType.INT32
 
 
 def _retype(value: ir.Value, dtype: ir.DataType) -> None:
@@ -154,7 +154,7 @@ def _strip(model: ir.Model) -> None:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
         for key in [key for key in node.metadata_props if not key.startswith("lowbit.")]:
             del node.metadata_props[key]
-        if len(scopes) > 1:  # the last is the node's own name
+        if len(scopes) > 1 and scopes[-2] != _NOWHERE:  # the last is the node's own name
             node.metadata_props[LAYER] = scopes[-2]
         node.doc_string = None
     model.graph.metadata_props.clear()

@@ -84,7 +84,7 @@ class File:
     def params(self, codes: str) -> tuple[str, str] | None:
         """The values that hold the scale and the zero point of these codes, where the file computes them"""
         node = self._makers[codes]
-        if node.op_type == "Clip":
+        while node.op_type != "QuantizeLinear":  # a Clip, and of 16 bits the Casts around it
             node = self._makers[node.input[0]]
         scale, zero_point = node.input[1:3]
         return (scale, zero_point) if {scale, zero_point} <= self._makers.keys() else None

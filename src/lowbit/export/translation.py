@@ -63,7 +63,7 @@ def _quantize_nodes(
         typed = _zeros(scale, dtype)
     q = op.QuantizeLinear(x, scale, typed, **_attributes(axis, block))
     if needs_clip and block:
-        q = _clip_codes(q, quant_min, quant_max)
+        q = _clip_codes(q, quant_min, quant_max, dtype)
     q.producer().metadata_props[QUANTIZER] = name
     return q, typed
 
@@ -83,11 +83,12 @@ def _clip(x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, a
     return op.Clip(x, *ends) if axis is None else op.Min(op.Max(x, ends[0]), ends[1])
 
 
-def _clip_codes(q: Any, quant_min: int, quant_max: int) -> Any:
+def _clip_codes(q: Any, quant_min: int, quant_max: int, dtype: ir.DataType) -> Any:
     """min(max(q, quant_min), quant_max), of 16 bits by way of int32, since ONNX Runtime clips no int16 or uint16"""
-    wide = q.dtype if q.dtype.bitwidth == 8 else ir.DataType.INT32
-    clipped = op.Clip(q if wide == q.dtype else op.Cast(q, to=wide), _constant(quant_min, wide), _constant(quant_max, wide))
-    return clipped if wide == q.dtype else op.Cast(clipped, to=q.dtype)
+    if dtype.bitwidth == 8:
+        return op.Clip(q, _constant(quant_min, dtype), _constant(quant_max, dtype))
+    wide = ir.DataType.INT32
+    return op.Cast(op.Clip(op.Cast(q, to=wide), _constant(quant_min, wide), _constant(quant_max, wide)), to=dtype)
 
 
 def _constant(value: float, dtype: ir.DataType) -> Any:
@@ -106,12 +107,10 @@ def fake_quantize(x: Any, scale: Any, zero_point: Any = None, *grid: Any) -> Any
     """y = (q - z) * s,  q = clamp(round(x / s) + z, quant_min, quant_max)"""
     axis, block = grid[2], grid[3]
     q, typed = _quantize_nodes(x, scale, zero_point, *grid)
-    if block and zero_point is None:
-        typed = None
-    y = op.DequantizeLinear(q, scale, typed, **_attributes(axis, block))
-    if block and typed is not None:
-        # Optimising, ONNX Runtime 1.31 takes a product of this for one of integers with one zero point, and stops.
-        y = op.Max(y)
+    # A zero point that needs none keeps ONNX Runtime 1.31, optimising, from running the file, and gains nothing.
+    y = op.DequantizeLinear(q, scale, None if zero_point is None else typed, **_attributes(axis, block))
+    if block and zero_point is not None:
+        y = op.Max(y)  # else it takes a product of this for one of integers with one zero point, and stops
     return y if x.dtype == ir.DataType.FLOAT else op.Cast(y, to=x.dtype)
 
 

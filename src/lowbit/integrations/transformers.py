@@ -46,9 +46,7 @@ class QuantizationCallback(TrainerCallback):
                 raise FileNotFoundError(f"{path}: the run was begun without this callback; its schedule was not kept")
             self.schedule.load_state_dict(torch.load(path, weights_only=True))
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the optimizer's steps."""
         assert self.schedule is not None
         while self.schedule.count < state.global_step:

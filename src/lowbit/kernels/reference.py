@@ -397,7 +397,8 @@ _RULES = {
 def _sum(terms: Tensor, per: Granularity, shape: tuple[int, ...]) -> Tensor:
     """The sum of each scale group, in an order that does not depend on the number of threads."""
     rows = per.by_group(terms)
-    while rows.shape[1] > _SUM_ROW:
+    # An exported graph is summed in the order of whoever runs it, and must take groups of any length.
+    while not torch.compiler.is_exporting() and rows.shape[1] > _SUM_ROW:
         padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % _SUM_ROW))
         rows = padded.view(rows.shape[0], -1, _SUM_ROW).sum(2)
     return rows.sum(1).reshape(shape)
