@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["lowbit.app.train", "lowbit.app.commands", "sklearn.datasets", "onnxruntime"])
 
-# A run of seconds: 238 images to train on.
-TINY = {"float_epochs": 2, "epochs": 3, "held_out": 1200, "calibration_batches": 2}
+# A run of seconds, with scales that are learned: 238 images to train on.
+TINY = {"recipe": "w2a2", "float_epochs": 2, "epochs": 3, "held_out": 1200, "calibration_batches": 2}
 
 
 def flags(**changes: object) -> list[str]:
@@ -65,6 +65,9 @@ class Command:
     def __init__(self, folder: Path, arguments: list[str], terminal: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = (Path(terminal) if terminal else folder / name for name in ("out.txt", "err.txt"))
+        if not terminal:
+            for path in (self.out, self.err):
+                path.write_text("")  # not the words of the command before
         self.process = CONTEXT.Process(target=_run, args=(str(folder), str(self.out), str(self.err), arguments))
         self.process.start()
 

@@ -78,7 +78,7 @@ def test_train_of_another_config_says_what_differs(folder: Path) -> None:
 
 
 def test_a_config_file_and_flags(folder: Path) -> None:
-    (folder / "run.toml").write_text('recipe = "w2a2"\noutput = "run"\nepochs = 7\n')
+    (folder / "run.toml").write_text('recipe = "w8a8"\noutput = "run"\nepochs = 7\n')
     answer = command(folder, "train", "--config=run.toml", *flags(), "--json")
     assert answer.code == 0
     assert answer.json["metrics"] == metrics_of(folder / "run")
@@ -149,7 +149,7 @@ def test_what_is_wrong_with_a_run(tmp_path: Path, arguments: list[str], wanted: 
 def test_a_diverging_run_keeps_what_was_before(tmp_path: Path) -> None:
     answer = command(tmp_path, "train", *flags(float_epochs=1, quantized_rate=1e9), "--output=run")
     assert answer.code == 1
-    message = r"training diverged: .* not finite in epoch \d; take a smaller rate than 1e\+09"
+    message = r"training diverged: .* (nan|inf|not finite) in epoch \d; take a smaller rate than 1e\+09"
     assert re.search(message, one_error(answer.err))
     assert list(metrics_of(tmp_path / "run")) == ["float", "calibrate"]
     answer = command(tmp_path, "inspect", "run", "--no-sensitivity")
@@ -162,14 +162,19 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in answer.err
 
 
+# Training more often than the rest, which takes longer but has no state of its own.
+KILLED = ["float", "float", "calibrate", "quantized", "quantized", "quantized", "export", "verify", "measure"]
+
+
 def kill_and_go_on(folder: Path, kills: int, seed: int) -> dict[str, object]:
-    """The metrics of a run that was killed at random moments, then resumed."""
+    """The metrics of a run that was killed at random moments of random steps, then resumed."""
     rng = random.Random(seed)
-    seconds = sum(json.loads((folder / "run" / "result.json").read_text())["seconds"].values())
+    seconds = json.loads((folder / "run" / "result.json").read_text())["seconds"]
     arguments = ["train", *flags(), f"--output=killed{seed}"]
-    for _ in range(kills):
+    for step in sorted(rng.choices(KILLED, k=kills), key=KILLED.index):
         running = Command(folder, arguments)
-        running.process.join(rng.uniform(0, 1.5 * seconds / kills))
+        running.wait_for(lambda words=running.out, step=step: f"{step}: " in words.read_text())
+        running.process.join(rng.uniform(0, seconds[step]))
         running.process.kill()
         running.process.join()
     answer = command(folder, *arguments)

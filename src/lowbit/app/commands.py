@@ -160,7 +160,8 @@ def inspect(
     """Show what is quantized how, how noisy each quantizer is, and what each layer costs.
 
     The sensitivity of a layer is measured: the accuracy on held-out data with only this layer left in float, against
-    that with all of them quantized. Of a config that has no run yet, the model is calibrated, but not trained.
+    that with all of them quantized. It may be lower: weights that were trained on a grid were not trained for float.
+    Of a config that has no run yet, the model is calibrated, but not trained.
     """
     terminal = Terminal(as_json=as_json, debug=debug)
     with terminal.guarded():

@@ -53,14 +53,19 @@ class Run:
         if folder.exists() and not folder.is_dir():
             raise RunError(f"output is {folder}, which is a file, but the run needs a folder; name another")
         if not (folder / CONFIG).exists():
-            if folder.exists() and (strange := [path.name for path in folder.iterdir() if path.name[0] != "."]):
+            found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+            # A run that was killed before it wrote its config is none yet.
+            if strange := [name for name in found if name not in (RECIPE, RESULT) and not name.startswith(".")]:
                 raise RunError(
                     f"{folder} holds no run, but {strange[0]}; name a new folder, or an empty one, as output"
                 )
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / RESULT).unlink(missing_ok=True)
+            run = cls(folder, config, recipe)
+            write_json(folder / RESULT, run._result)
             write_whole(folder / RECIPE, recipe.to_toml().encode())
             write_whole(folder / CONFIG, config.to_toml().encode())
-            return cls(folder, config, recipe)
+            return run
         there = cls.open(folder)
         differences = config.differences(there.config)
         if not differences and there.recipe != recipe:

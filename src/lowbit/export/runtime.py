@@ -83,9 +83,11 @@ class File:
 
     def params(self, codes: str) -> tuple[str, str] | None:
         """The values that hold the scale and the zero point of these codes, where the file computes them"""
-        node = self._makers[codes]
-        while node.op_type != "QuantizeLinear":  # a Clip, and of 16 bits the Casts around it
-            node = self._makers[node.input[0]]
+        node = self._makers.get(codes)
+        while node is not None and node.op_type != "QuantizeLinear":  # a Clip, and of 16 bits the Casts around it
+            node = self._makers.get(node.input[0])
+        if node is None:  # no file of ours; the runtime will say what is wrong with it
+            return None
         scale, zero_point = node.input[1:3]
         return (scale, zero_point) if {scale, zero_point} <= self._makers.keys() else None
 

@@ -1,0 +1,58 @@
+"""Whole networks as files: what verify says of them, with batches of any length, and in a process without torch."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+
+import lowbit
+from converting import prepared
+from exporting import STYLES, assert_equal_throughout, exported, nodes, verified
+from models.networks import ALL, Case
+
+PRESETS = lowbit.recipes.presets()
+# Networks of linear layers, convolutions, ReLU, pooling and sums: with integers, not a bit may differ.
+PLAIN = ("resnet", "mobilenet", "efficientnet", "inception", "in_place", "twice")
+PAIRS = [
+    *((name, "w8a8") for name in ALL),
+    *((name, preset) for name in ("resnet", "gpt2") for preset in PRESETS if preset != "w8a8"),
+    ("minilm", "w4"),
+]
+
+
+@functools.cache
+def ready(name: str, preset: str) -> tuple[Any, Case]:
+    torch.manual_seed(0)
+    case = ALL[name]()
+    return prepared(case.model, PRESETS[preset](), case.batch), case
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("name", "preset"), PAIRS)
+def test_networks(name: str, preset: str, style: str, tmp_path: Path) -> None:
+    model, case = ready(name, preset)
+    path = tmp_path / "model.onnx"
+    proto = exported(model, case.batch, path, style)
+    report = verified(model, path, case.batch)
+    if name in PLAIN and style == "integer" and preset != "w4":
+        assert_equal_throughout(report)
+    assert not report.optimised.error, str(report)
+    check_file(proto, path)
+
+
+def check_file(proto: onnx.ModelProto, path: Path) -> None:
+    """What holds for every file."""
+    assert [opset.domain for opset in proto.opset_import] == [""]
+    assert not nodes(proto, "Dropout", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+    for kind in ("QuantizeLinear", "DequantizeLinear"):
+        pairs = Counter((*node.input[:2], *(str(each) for each in node.attribute)) for node in nodes(proto, kind))
+        assert not [pair for pair, count in pairs.items() if count > 1], "quantized twice"
+    content = path.read_bytes()
+    for text in (b"/work", b"site-packages", b"/tmp", b"Traceback", b".py"):
+        assert text not in content
