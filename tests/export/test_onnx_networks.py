@@ -19,10 +19,12 @@ from models.networks import ALL, Case
 PRESETS = lowbit.recipes.presets()
 # Networks of linear layers, convolutions, ReLU, pooling and sums: with integers, not a bit may differ.
 PLAIN = ("resnet", "mobilenet", "efficientnet", "inception", "in_place", "twice")
-PAIRS = [
-    *((name, "w8a8") for name in ALL),
-    *((name, preset) for name in ("resnet", "gpt2") for preset in PRESETS if preset != "w8a8"),
-    ("minilm", "w4"),
+# Four in both styles and, two of them, with every preset; the others as integers alone, for time.
+BOTH = ("resnet", "efficientnet", "minilm", "gpt2")
+CASES = [
+    *((name, "w8a8", style) for name in ALL for style in (STYLES if name in BOTH else ["integer"])),
+    *((name, preset, style) for name in BOTH[::3] for preset in PRESETS if preset != "w8a8" for style in STYLES),
+    ("minilm", "w4", "qdq"),
 ]
 
 
@@ -33,8 +35,7 @@ def ready(name: str, preset: str) -> tuple[Any, Case]:
     return prepared(case.model, PRESETS[preset](), case.batch), case
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(("name", "preset"), PAIRS)
+@pytest.mark.parametrize(("name", "preset", "style"), CASES)
 def test_networks(name: str, preset: str, style: str, tmp_path: Path) -> None:
     model, case = ready(name, preset)
     path = tmp_path / "model.onnx"
