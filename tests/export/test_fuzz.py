@@ -37,6 +37,7 @@ from lowbit.export.verify import verify
 from lowbit.scale import NotCalibratedError
 
 NETWORKS, BRANCHES = 120, 40
+PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.generate]  # a smaller example would take minutes to find
 # What ONNX or its exporter has no operator for, in the words of the error; anything else is a fault.
 REFUSED = re.compile(r"ONNX has no pooling of windows that differ in size")
 
@@ -374,7 +375,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("files")
 
 
-@hypothesis.settings(max_examples=NETWORKS)
+@hypothesis.settings(max_examples=NETWORKS, phases=PHASES)
 @given(networks(), st.integers(1, 5), st.sampled_from([0.0, 0.5, 1.5]))
 def test_networks(folder: Path, network: tuple[nn.Module, Recipe, Tensor], count: int, spread: float) -> None:
     model, recipe, x = network
@@ -383,7 +384,7 @@ def test_networks(folder: Path, network: tuple[nn.Module, Recipe, Tensor], count
         check(prepared, x, like(x, count, spread), folder)
 
 
-@hypothesis.settings(max_examples=BRANCHES)
+@hypothesis.settings(max_examples=BRANCHES, phases=PHASES)
 @given(branches(), st.integers(1, 5))
 def test_quantizers(folder: Path, network: tuple[nn.Module, Recipe], count: int) -> None:
     model, recipe = network
