@@ -36,7 +36,12 @@ from lowbit.export.onnx import export_onnx
 from lowbit.export.verify import verify
 from lowbit.scale import NotCalibratedError
 
-NETWORKS, BRANCHES = 120, 40
+NETWORKS, BRANCHES = 100, 30
+# torch pads an uneven 'same' by a copy, and projects without oneDNN; it says so.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),
+]
 PHASES = [hypothesis.Phase.explicit, hypothesis.Phase.generate]  # a smaller example would take minutes to find
 # What ONNX or its exporter has no operator for, in the words of the error; anything else is a fault.
 REFUSED = re.compile(r"ONNX has no pooling of windows that differ in size")
