@@ -394,6 +394,8 @@ def _bias_problem(choice: Choice) -> str:
         return "bias=True needs a weight, and an activation of one scale that does not follow each batch"
     if not isinstance(w.per, PerTensor | PerChannel):
         return "bias=True needs one weight scale for each output"
+    if (x.method, w.method) != ("uniform", "uniform"):
+        return "bias=True needs scales of its own, which method 'uniform' has"
     return ""
 
 

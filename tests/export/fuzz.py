@@ -241,7 +241,9 @@ def rules(draw: st.DrawFn, match: str) -> Rule:
 
 def takes_bias(weight: QuantSpec | None, x: QuantSpec | None) -> bool:
     """Whether a bias can be an integer of the accumulator's scale."""
-    if weight is None or x is None or x.method != "uniform" or isinstance(x.scale_mode, PerBatch):
+    if weight is None or x is None or isinstance(x.scale_mode, PerBatch):
+        return False
+    if (weight.method, x.method) != ("uniform", "uniform"):
         return False
     return isinstance(x.per, PerTensor) and isinstance(weight.per, PerTensor | PerChannel)
 
@@ -257,11 +259,13 @@ def fitting(rule: Rule) -> Rule:
 
 
 def prepare(model: nn.Module, recipe: Recipe, batch: Any) -> Any:
-    """The prepared model, calibrated; None where its data are all zeros, which gives no scale"""
+    """The prepared model, calibrated; None where there is nothing to quantize, or only zeros, which give no scale"""
     try:
         prepared = lowbit.prepare(model.eval(), recipe, batch)
         lowbit.calibrate(prepared, [batch])
     except ValueError as error:
+        if "quantizes nothing" in str(error):
+            return None
         if "does not fit" not in str(error):
             raise
         recipe = dataclasses.replace(recipe, rules=tuple(map(fitting, recipe.rules)))
