@@ -180,3 +180,10 @@ def test_loading_refuses_what_construction_refuses() -> None:
     learned = FakeQuantize(4, scale=0.5, scale_mode=Learned())
     with pytest.raises(RuntimeError, match=r"scale holds -1\.0"):
         learned.load_state_dict(learned.state_dict() | {"initial_scale": torch.tensor(-1.0)})
+
+
+@pytest.mark.parametrize("mode", [EMA(), Learned(), Fixed()], ids=str)
+def test_data_on_another_device_is_refused(mode: ScaleMode) -> None:
+    quantizer = FakeQuantize(scale_mode=mode)
+    with pytest.raises(ValueError, match="x is on meta, but this quantizer is on cpu"):
+        quantizer(torch.ones(3, device="meta"))

@@ -77,6 +77,7 @@ class Flow:
     totals: dict[str, dict[str, int]]  # how many ops of each kind a call of an owner runs, where all calls agree
     folds: list[tuple[str, str]]  # a layer, and the batch norm that alone takes its output
     in_place: bool = False  # some module drops the result of an add_, whose effect it wants
+    device: torch.device | None = None  # of the example inputs
 
 
 def trace(model: nn.Module, example_inputs: Any) -> Flow:
@@ -99,6 +100,7 @@ def trace(model: nn.Module, example_inputs: Any) -> Flow:
     flow = recorder.flow(got)
     pairs = zip(tree_leaves(wanted), tree_leaves(got), strict=True)
     flow.in_place = not all(_same(a, b) for a, b in pairs)
+    flow.device = next((leaf.device for leaf in tree_leaves(example_inputs) if isinstance(leaf, Tensor)), None)
     return flow
 
 

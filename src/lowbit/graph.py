@@ -139,15 +139,15 @@ def _matmul(q: Tensor, zero_point: Tensor | None, w: Tensor, weight_zero_point: 
 
 
 def _int_mm(x: Tensor, w: Tensor) -> Tensor:
-    """x @ w in int32; a GPU's kernel wants more than 16 rows, and multiples of 8"""
+    """x @ w in int32; a GPU's kernel wants more than 16 rows, multiples of 8, and w column by column"""
     if 0 in (*x.shape, w.shape[1]):
         return torch.zeros(x.shape[0], w.shape[1], dtype=torch.int32, device=x.device)
     if not x.is_cuda:
         return torch._int_mm(_by_rows(x), _by_rows(w))  # noqa: SLF001
     (rows, inner), columns = x.shape, w.shape[1]
-    x = functional.pad(x, (0, -inner % 8, 0, max(17 - rows, 0)))
-    w = functional.pad(w, (0, -columns % 8, 0, -inner % 8))
-    return torch._int_mm(_by_rows(x), _by_rows(w))[:rows, :columns]  # noqa: SLF001
+    x = functional.pad(x, (0, -inner % 8, 0, max(24 - rows, -rows % 8)))
+    w = functional.pad(w.t(), (0, -inner % 8, 0, -columns % 8))
+    return torch._int_mm(_by_rows(x), _by_rows(w).t())[:rows, :columns]  # noqa: SLF001
 
 
 def _by_rows(x: Tensor) -> Tensor:
@@ -231,7 +231,8 @@ def _conv_double(
         x = x - zero_point
     convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[q.dim() - 3]
     options: Any = {"stride": stride, "dilation": dilation, "groups": groups}
-    return convolve(functional.pad(x, padding), w.double(), **options).to(torch.int32).contiguous()
+    # Rounded, since a GPU may come to the sums by a transform.
+    return convolve(functional.pad(x, padding), w.double(), **options).round().to(torch.int32).contiguous()
 
 
 def _conv_fake(

@@ -71,7 +71,8 @@ class Builder:
         self.requests: list[_Request] = []
         self.alive: list[Tensor] = []  # what a parametrization computes would give its id to the next
         self.weights: dict[tuple[int, QuantSpec, Granularity], list[tuple[Slotted, str, nn.Module]]] = {}
-        self.device = next((tensor.device for tensor in _state(model)), torch.device("cpu"))
+        devices = (tensor.device for tensor in _state(model))
+        self.device = next(devices, (flow and flow.device) or torch.device("cpu"))
 
     def build(self) -> Preparation:
         """Choose, check, and only then change the model."""

@@ -288,6 +288,8 @@ class ScaleState(nn.Module):
 
     def _check_input(self, x: Tensor) -> None:
         check_float("x", x)
+        if self.scale is not None and self.scale.device != x.device:
+            raise ValueError(f"x is on {x.device}, but this quantizer is on {self.scale.device}; move one to the other")
         shape = self.per.scale_shape(x.shape)
         if self.scale is not None and self._has_shape and tuple(self.scale.shape) != shape:
             raise ValueError(
