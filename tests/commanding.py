@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
+import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["lowbit.app.train", "lowbit.app.commands", "sklearn.datasets", "onnxruntime"])
+CONTEXT.set_forkserver_preload(
+    ["lowbit.app.train", "lowbit.app.study_report", "lowbit.app.commands", "sklearn.datasets", "onnxruntime"]
+)
 
 # A run of seconds, with scales that are learned: 238 images to train on.
 TINY = {"recipe": "w2a2", "float_epochs": 2, "epochs": 3, "held_out": 1200, "calibration_batches": 2}
 
 
-def flags(**changes: object) -> list[str]:
-    """TINY as options, with some changed."""
-    return [f"--{key.replace('_', '-')}={value}" for key, value in (TINY | changes).items()]
+# Six runs of half a second.
+STUDY = {
+    "bits": 2,
+    "rules": ["clipped_identity", "tanh"],
+    "roles": "weight",
+    "rates": 0.03,
+    "seeds": 2,
+    "float_epochs": 2,
+    "epochs": 1,
+    "jobs": 1,
+}
+
+
+def flags(of: Mapping[str, object] = TINY, **changes: object) -> list[str]:
+    """TINY, or another, as options, with some changed."""
+    pairs = [
+        (key, value)
+        for key, values in {**of, **changes}.items()
+        for value in (values if isinstance(values, list) else [values])
+    ]
+    return [f"--{key.replace('_', '-')}={value}" for key, value in pairs]
 
 
 def make() -> tuple[nn.Module, tuple[DataLoader[Any], ...]]:
@@ -39,6 +61,36 @@ def make() -> tuple[nn.Module, tuple[DataLoader[Any], ...]]:
     loaders = tuple(DataLoader(part, batch_size=32, shuffle=i == 0) for i, part in enumerate(parts))
     model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(128, 4))
     return model, loaders
+
+
+def make_shared() -> tuple[nn.Module, tuple[DataLoader[Any], ...]]:
+    """Nothing random in the model, a batch norm, and a last batch that two processes can't share equally.
+
+    At its end, a process writes the third model that it made: the one that ``lowbit train`` trains with quantizers.
+    """
+    loaders = make()[1]
+    train = DataLoader(loaders[0].dataset, batch_size=35, shuffle=True)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    _made.append(model)
+    if len(_made) == 1 and "RANK" in os.environ:
+        atexit.register(lambda: torch.save(_made[2].state_dict(), f"rank{os.environ['RANK']}.pt"))
+    return model, (train, *loaders[1:])
+
+
+_made: list[nn.Module] = []
+
+
+class Pair(nn.Linear):
+    """Gives two things, of which neither is said to be the scores."""
+
+    def forward(self, input: Tensor) -> Any:  # noqa: A002 (torch's own name)
+        scores = super().forward(input.flatten(1))
+        return scores, scores
+
+
+def make_pair() -> tuple[nn.Module, tuple[DataLoader[Any], ...]]:
+    """A model that does not say which of its outputs is meant."""
+    return Pair(16, 4), make()[1]
 
 
 def make_nothing() -> None:
@@ -89,6 +141,67 @@ class Command:
 def command(folder: Path, *arguments: str) -> Answer:
     """Run a command in a folder to its end."""
     return Command(folder, list(arguments)).wait()
+
+
+def one_error(err: str) -> str:
+    """The message, which is all that is said."""
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    return lines[0]
+
+
+def metrics_of(run: Path) -> dict[str, Any]:
+    """What the steps of a run found."""
+    return json.loads((run / "result.json").read_text())["steps"]
+
+
+def kill(running: Command, delay: float) -> bool:
+    """Kill a command after so many seconds; whether it ran until then."""
+    running.process.join(delay)
+    was_alive = running.process.is_alive()
+    running.process.kill()
+    running.process.join()
+    return was_alive
+
+
+# Training more often than the rest, which takes longer but has no state of its own.
+_KILLED = ["float", "float", "calibrate", "quantized", "quantized", "quantized", "export", "verify", "measure"]
+
+
+def kill_training(folder: Path, whole: str, kills: int, seed: int) -> dict[str, Any]:
+    """The metrics of a run that was killed at random moments of random steps, then resumed; ``whole`` never was."""
+    rng = random.Random(seed)
+    seconds = json.loads((folder / whole / "result.json").read_text())["seconds"]
+    arguments = ["train", *flags(), f"--output=killed{seed}"]
+    for step in sorted(rng.choices(_KILLED, k=kills), key=_KILLED.index):
+        running = Command(folder, arguments)
+        running.wait_for(lambda words=running.out, step=step: f"{step}: " in words.read_text())
+        assert kill(running, rng.uniform(0, seconds[step]))
+    answer = command(folder, *arguments)
+    assert answer.code == 0, answer.err
+    return metrics_of(folder / f"killed{seed}")
+
+
+def results_of(study: Path) -> dict[str, Any]:
+    """What every run of a study found, and what came of its best network."""
+    paths = [*study.glob("results/*.json"), *study.glob("float/*.json"), *study.glob("verification.json")]
+    return {str(path.relative_to(study)): json.loads(path.read_text()) for path in paths}
+
+
+def kill_study(folder: Path, kills: int, seed: int) -> Path:
+    """A study that was killed at random moments after random numbers of runs, then resumed."""
+    rng = random.Random(seed)
+    study = folder / f"killed-study{seed}"
+    arguments = ["study", *flags(STUDY), f"--output={study.name}"]
+    for runs in sorted(rng.choices(range(7), k=kills)):
+        running = Command(folder, arguments)
+        running.wait_for(lambda runs=runs: len(results_of(study)) >= runs)
+        assert kill(running, rng.uniform(0, 0.4))
+    answer = command(folder, *arguments)
+    assert answer.code == 0, answer.err
+    assert not list(study.rglob(".*.partial"))
+    return study
 
 
 def _run(folder: str, out: str, err: str, arguments: list[str]) -> None:

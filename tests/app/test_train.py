@@ -18,7 +18,7 @@ from commanding import make
 from lowbit.app import fit as fitting
 from lowbit.app.config import TrainConfig
 from lowbit.app.measure import histograms
-from lowbit.app.run import Run, RunError
+from lowbit.app.run import Run, RunError, threads
 from lowbit.app.sensitivity import measure_sensitivity
 from lowbit.app.train import Event, Result, train
 from lowbit.preparation import quantizers
@@ -145,6 +145,10 @@ def test_a_folder_of_another_run(tmp_path: Path) -> None:
     config = replace(CONFIG, output=str(tmp_path / "run"), recipe=str(tmp_path / "mine.toml"))
     Run.begin(config)
     assert Run.begin(config).steps == {}
+    assert Run.begin(replace(config, epochs=7)).config.epochs == 7  # nothing is lost with a run that did nothing yet
+    run = Run.begin(config)
+    run.note("float", {}, 0.0)
+    run.write()
     with pytest.raises(RunError, match=r"another config: epochs is 5, there 2; style is 'qdq', there 'integer'\. Name"):
         Run.begin(replace(config, epochs=5, style="qdq"))
     lowbit.recipes.w4().save(tmp_path / "mine.toml")
@@ -152,12 +156,21 @@ def test_a_folder_of_another_run(tmp_path: Path) -> None:
         Run.begin(config)
 
 
+def test_a_run_goes_on_with_the_threads_it_began_with(tmp_path: Path) -> None:
+    own = replace(CONFIG, output=str(tmp_path / "own"))
+    with threads(3):
+        assert Run.begin(own).threads == 3
+        assert Run.begin(TrainConfig(output=str(tmp_path / "digits"))).threads == 1  # too small for more
+    with threads(2):
+        assert Run.begin(own).threads == 3
+
+
 def test_a_damaged_folder(tmp_path: Path) -> None:
     config = replace(CONFIG, output=str(tmp_path / "run"))
     run = Run.begin(config)
     with pytest.raises(RunError, match="not finished: there is no quantized model"):
         run.model()
-    run.finish("quantized", {}, 0.0)
+    run.note("quantized", {}, 0.0)
     with pytest.raises(RunError, match=r"quantized\.pt is missing"):
         run.model()
     (tmp_path / "run" / "result.json").write_text('{"format": 1, "ste')

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowbit.app.study_command import study
-from lowbit.app.terminal import INTERRUPTED, OK, WRONG, Terminal, UsageError, command_line
+from lowbit.app.terminal import INTERRUPTED, OK, WRONG, Terminal, UsageError, command_line, remember
 from lowbit.version import __version__
 
 # torch and Lightning take seconds to import, so that each command imports what it needs.
@@ -39,12 +39,9 @@ def examples(*lines: str) -> str:
     return "\b\n" + "\n".join(["Examples:", *(f"  {line}" for line in lines)])
 
 
-_arguments: list[str] = []  # of this process, for the command that goes on with a run
-
-
 def run(arguments: Sequence[str]) -> int:
     """The exit code."""
-    _arguments[:] = arguments
+    remember(arguments)
     try:
         app(args=list(arguments), prog_name="lowbit")
     except SystemExit as error:
@@ -57,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
 @app.callback(
     invoke_without_command=True,
     epilog=examples(
-        "lowbit train                         train, export and verify a ternary network on digits, in a minute",
+        "lowbit train                         train, export and verify a ternary network on digits, within a minute",
         "lowbit inspect runs/digits-ternary    what is quantized how, and which layers it costs most",
         "lowbit recipes                       list the recipes",
         "lowbit train --help                  more on one command",
@@ -79,24 +76,31 @@ def _lowbit(version: Annotated[bool, typer.Option("--version", help="Print the v
         "lowbit train --recipe w8a8 --epochs 5 --output runs/first",
         "lowbit train --data fashion-mnist --folder ~/data/fashion --float-epochs 5 --epochs 5",
         "lowbit train --model mypackage.models:make --recipe my.toml --float-epochs 0",
+        "lowbit train --model bert/ --data text --folder reviews/ --recipe w8a8 --optimizer adamw \\",
+        "    --rate 5e-5 --quantized-rate 2e-5 --float-epochs 3 --epochs 1",
         "lowbit train --config run.toml --seed 1 --output runs/seed1 --json",
+        "torchrun --nproc-per-node 2 -m lowbit.cli train --data cifar10 --folder ~/data/cifar",
     )
 )
 def train(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="A TOML file of these options.")] = None,
-    data: Annotated[str | None, typer.Option(help="digits, mnist, fashion-mnist or cifar10.")] = None,
+    data: Annotated[str | None, typer.Option(help="digits, mnist, fashion-mnist, cifar10, or text.")] = None,
     folder: Annotated[str | None, typer.Option(help="Where the data's files are; digits needs none.")] = None,
-    model: Annotated[str | None, typer.Option(help="convnet, or package.module:function.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="convnet, package.module:function, or a transformers model's folder.")
+    ] = None,
     recipe: Annotated[str | None, typer.Option(help="A preset's name, or a recipe's TOML file.")] = None,
     float_epochs: Annotated[int | None, typer.Option(help="Epochs in float, before quantizing.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs with quantizers.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Images in a batch.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples in a batch, of all processes together.")] = None,
     rate: Annotated[float | None, typer.Option(help="Learning rate in float.")] = None,
     quantized_rate: Annotated[float | None, typer.Option(help="Learning rate with quantizers.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of weights, not of scales.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, or adamw, as for transformers.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order and held-out images.")] = None,
     held_out: Annotated[str | None, typer.Option(help="A share of the training images, or a number.")] = None,
     calibration_batches: Annotated[int | None, typer.Option(help="Batches that set the first scales.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a text, at most.")] = None,
     style: Annotated[str | None, typer.Option(help="Of the ONNX file: integer or qdq.")] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", help="The run's folder; runs/DATA-RECIPE.")] = None,
     as_json: AsJson = False,
@@ -105,11 +109,11 @@ def train(
     """Train in float, quantize, train on, export, verify, and write a report.
 
     Every finished step is kept in the output folder: the same command run again goes on where it stopped. Options
-    given here are taken before those of the config file.
+    given here are taken before those of the config file. Under torchrun, the processes share every batch.
     """
     given = {key: value for key, value in locals().items() if value is not None}
     terminal = Terminal(as_json=as_json, debug=debug)
-    with terminal.guarded(resume=command_line(_arguments)):
+    with terminal.guarded(resume=command_line()):
         changes = {key: given[key] for key in given if key not in ("config", "as_json", "debug")}
         if held_out is not None:
             changes["held_out"] = _number("held_out", held_out)
@@ -122,6 +126,7 @@ def train(
         with terminal.bar() as move:
 
             def on_event(event: Event) -> None:
+                terminal.heed()
                 if event.kind in ("begin", "progress"):
                     move(event.step, event.done, event.total, event.text)
                 if event.kind == "begin" and not terminal.console.is_terminal:
@@ -130,7 +135,9 @@ def train(
                     words = [event.text, "(kept from before)" if event.kind == "kept" else ""]
                     terminal.say(f"{event.step}: {' '.join(filter(None, words)) or 'done'}")
 
-            result = run_training(chosen, on_event=on_event, command=command_line(_arguments))
+            result = run_training(chosen, on_event=on_event, command=command_line())
+        if not terminal.here.is_first:
+            return
         rows = [
             [name, *(f"{result.metrics[step]['accuracy'][part]['percent']:.2f}" for part in ("held_out", "test"))]
             for step, name in NAMES.items()
@@ -160,8 +167,9 @@ def inspect(
     """Show what is quantized how, how noisy each quantizer is, and what each layer costs.
 
     The sensitivity of a layer is measured: the accuracy on held-out data with only this layer left in float, against
-    that with all of them quantized. It may be lower: weights that were trained on a grid were not trained for float.
-    Of a config that has no run yet, the model is calibrated, but not trained.
+    that with all of them quantized. Of a trained run it is measured on the float network that the run trained first,
+    since weights that were trained on a grid have adapted to it. Of a config that has no run yet, the model is
+    calibrated, but not trained.
     """
     terminal = Terminal(as_json=as_json, debug=debug)
     with terminal.guarded():
@@ -189,6 +197,8 @@ def inspect(
             )
             terminal.say()
             terminal.table(title, ["layer", "accuracy (%)", "gain (points)"], lines)
+            if found.note:
+                terminal.say(found.note)
         terminal.answer(found.to_dict())
     raise typer.Exit(terminal.code)
 

@@ -19,6 +19,9 @@ from lowbit.recipe import Recipe
 from lowbit.recipes import presets
 from lowbit.record import Record, check_choice, check_finite, check_integer
 
+TEXT = "text"
+OPTIMIZERS = ("sgd", "adamw")
+
 _TEXTS = ("data", "folder", "model", "recipe", "output")
 
 
@@ -28,9 +31,14 @@ class TrainConfig(Record):
 
     - ``data``: "digits", or "fashion-mnist", "mnist" or "cifar10" from the files in ``folder``
     - ``model``: "convnet", or "package.module:function" of a function that returns (model, data): ``data`` is then a
-      ``lowbit.app.data.Data`` or three loaders of (inputs, labels), for training, held out and test
+      ``lowbit.app.data.Data`` or three loaders of (inputs, labels), for training, held out and test. Or a folder that
+      transformers' ``save_pretrained`` wrote, with its tokenizer: ``data`` is then "text", from files in ``folder``, or
+      "package.module:function" of a function that returns rows (text, label), for training, held out and test;
+      ``max_length`` is in tokens
     - ``recipe``: the name of a preset, or the path of a recipe's TOML file
     - ``float_epochs`` at ``rate``, then ``epochs`` with quantizers at ``quantized_rate``; 0 leaves the part out
+    - ``batch_size``: of all processes together, where torchrun starts several
+    - ``optimizer``: "sgd" or "adamw"
     - ``held_out``: a share of the training data, or a number, on which choices are made
     - ``style``: of the ONNX file, "integer" or "qdq"
     - ``output``: the folder of the run; None is runs/DATA-RECIPE
@@ -49,9 +57,11 @@ class TrainConfig(Record):
     rate: float = 0.05
     quantized_rate: float = 0.05
     weight_decay: float = 5e-4
+    optimizer: str = OPTIMIZERS[0]
     seed: int = 0
     held_out: float = 0.1
     calibration_batches: int = 8
+    max_length: int = 128
     style: str = "integer"
     output: str | None = None
 
@@ -65,9 +75,10 @@ class TrainConfig(Record):
                 raise ValueError(f"{key} is empty; {'leave it out' if optional else 'name one'}")
         self._check_model()
         check_choice("style", self.style, tuple(STYLES))
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
         for key in ("float_epochs", "epochs", "seed"):
             check_integer(key, getattr(self, key), 0)
-        for key in ("batch_size", "calibration_batches"):
+        for key in ("batch_size", "calibration_batches", "max_length"):
             check_integer(key, getattr(self, key), 1)
         for key in ("rate", "quantized_rate", "weight_decay"):
             number = check_finite(key, getattr(self, key))
@@ -82,11 +93,16 @@ class TrainConfig(Record):
         return self.model in NETWORKS
 
     @property
+    def is_transformer(self) -> bool:
+        """Whether the model is a folder that transformers wrote."""
+        return not self.is_builtin and (Path(self.model) / "config.json").is_file()
+
+    @property
     def output_folder(self) -> Path:
         """Where the run is kept."""
         if self.output is not None:
             return Path(self.output)
-        name = self.data if self.is_builtin else self.model.partition(":")[2]
+        name = self.data if self.is_builtin else self.model.partition(":")[2] or Path(self.model).resolve().name
         return Path("runs") / f"{name}-{Path(self.recipe).stem}"
 
     def load_recipe(self) -> Recipe:
@@ -126,9 +142,26 @@ class TrainConfig(Record):
                 raise ValueError(f"folder is {self.folder!r}, but 'digits' needs none; leave it out, or name the data")
             if self.data != "digits" and self.folder is None:
                 raise ValueError(f"folder is not given, but data {self.data!r} is read from files; name their folder")
-        elif not re.fullmatch(r"[\w.]+:\w+", self.model):
+        elif self.is_transformer:
+            self._check_texts()
+        elif not is_function(self.model):
             known = ", ".join(map(repr, NETWORKS))
-            raise ValueError(f"model is {self.model!r}, but it must be {known} or like 'package.module:function'")
+            raise ValueError(
+                f"model is {self.model!r}, but it must be {known} or like 'package.module:function', or a folder "
+                "with a config.json, as transformers writes it"
+            )
+
+    def _check_texts(self) -> None:
+        if self.data != TEXT and not is_function(self.data):
+            raise ValueError(
+                f"data is {self.data!r}, but a transformers model needs {TEXT!r}, with the texts' folder, or a "
+                "function like 'package.module:function' that returns texts"
+            )
+        if (self.data == TEXT) != (self.folder is not None):
+            wanted = (
+                "data 'text' is read from files; name their folder" if self.data == TEXT else "a function needs none"
+            )
+            raise ValueError(f"folder is {self.folder!r}, but {wanted}")
 
     def _check_held_out(self) -> None:
         if isinstance(self.held_out, int):
@@ -137,6 +170,11 @@ class TrainConfig(Record):
             raise ValueError(
                 f"held_out is {self.held_out:g}, but a share must be between 0 and 1, and a number of images an int"
             )
+
+
+def is_function(name: str) -> bool:
+    """Whether this is like package.module:function"""
+    return re.fullmatch(r"[\w.]+:\w+", name) is not None
 
 
 Config = TypeVar("Config", bound=Record)

@@ -90,7 +90,7 @@ def load_data(name: str, folder: str | os.PathLike[str] | None = None, *, held_o
     else:
         read = _read_cifar10 if name == "cifar10" else _read_mnist
         whole, test = read(Path(folder))
-    kept, chosen = _hold_out(len(whole), held_out, seed)
+    kept, chosen = hold_out(len(whole), held_out, seed)
     train = whole.take(kept)
     return Data(name, train, whole.take(chosen), test, CLASSES, *_moments(train.images))
 
@@ -201,7 +201,7 @@ def _moments(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(mean.tolist()), tuple(std.tolist())
 
 
-def _hold_out(size: int, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
+def hold_out(size: int, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
     """The indices that stay and those that are held out, each in ascending order."""
     if isinstance(held_out, float):
         if not 0 <= held_out < 1:

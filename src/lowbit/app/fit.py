@@ -24,10 +24,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from lowbit.app.config import OPTIMIZERS
 from lowbit.app.data import Data, EpochBatches, Normalized, Split
-from lowbit.flow import in_eval_mode
+from lowbit.app.processes import Processes, processes
+from lowbit.app.sharing import joint_batch_norm, shared_batches
+from lowbit.flow import call, in_eval_mode
 from lowbit.model import preparation_of, scale_parameters
-from lowbit.record import Record, check_integer
+from lowbit.ranks import Ranks
+from lowbit.record import Record, check_choice, check_integer
 
 _MOMENTUM = 0.9
 
@@ -38,9 +42,9 @@ class DivergedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Course(Record):
-    """rate(step) = rate * (1 + cos(pi step / steps)) / 2,  SGD with momentum 0.9
+    """rate(step) = rate * (1 + cos(pi step / steps)) / 2,  SGD with momentum 0.9, or AdamW
 
-    Learned scales have a tenth of the rate, and no weight decay.
+    Learned scales have a tenth of the rate, and no weight decay. ``batch_size`` is of all processes together.
     """
 
     epochs: int = 10
@@ -48,8 +52,10 @@ class Course(Record):
     rate: float = 0.05
     weight_decay: float = 5e-4
     seed: int = 0
+    optimizer: str = OPTIMIZERS[0]
 
     def __post_init__(self) -> None:
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_integer("epochs", self.epochs, 0)
         check_integer("batch_size", self.batch_size, 1)
         check_integer("seed", self.seed, 0)
@@ -76,17 +82,24 @@ class Classifier(LightningModule):
     def on_train_epoch_start(self) -> None:
         self._losses = []
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        loss = functional.cross_entropy(self._scores(images), labels)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, labels, *shared = batch
+        with joint_batch_norm():
+            scores = self._scores(inputs)
+        if shared:  # by several processes, maybe in unequal parts: the mean of their losses is that of the whole batch
+            (count,) = shared
+            loss = functional.cross_entropy(scores, labels, reduction="sum") * (self.trainer.world_size / count)
+        else:
+            loss = functional.cross_entropy(scores, labels)
         self._losses.append(loss.detach())
-        self.log("loss", loss.detach(), prog_bar=True)
+        self.log("loss", loss.detach(), prog_bar=True, sync_dist=True, batch_size=len(labels))
         return loss
 
     @property
     def epoch_loss(self) -> float:
-        """The mean over the batches of this epoch so far."""
-        return float(torch.stack(self._losses).double().mean())
+        """The mean over the batches of this epoch so far, and over the processes."""
+        mean, ranks = torch.stack(self._losses).double().mean(), Ranks.of()
+        return float(mean if ranks is None else ranks.sum(mean) / ranks.size)
 
     def on_train_epoch_end(self) -> None:
         mean = self.epoch_loss
@@ -94,18 +107,18 @@ class Classifier(LightningModule):
             raise self._diverged(f"the loss is {mean}")
         self.history["loss"].append(mean)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, labels = batch
-        hits = (self._scores(images).argmax(1) == labels).float().mean()
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, labels = batch
+        hits = (self._scores(inputs).argmax(1) == labels).float().mean()
         self.log("accuracy", 100 * hits, prog_bar=True, batch_size=len(labels), on_epoch=True, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:
             self.history["accuracy"].append(float(self.trainer.callback_metrics["accuracy"]))
 
-    def _scores(self, images: Tensor) -> Tensor:
+    def _scores(self, inputs: Any) -> Tensor:
         try:
-            return self.model(images)
+            return scores_of(self.model, inputs)
         except ValueError as error:  # a quantizer takes no scale that is not finite
             if all(bool(parameter.isfinite().all()) for parameter in self.model.parameters()):
                 raise
@@ -124,7 +137,11 @@ class Classifier(LightningModule):
         ]
         if scales:
             groups.append({"params": scales, "weight_decay": 0.0, "lr": course.rate / 10})
-        optimizer = torch.optim.SGD(groups, lr=course.rate, momentum=_MOMENTUM)
+        optimizer: torch.optim.Optimizer
+        if course.optimizer == "adamw":
+            optimizer = torch.optim.AdamW(groups, lr=course.rate)
+        else:
+            optimizer = torch.optim.SGD(groups, lr=course.rate, momentum=_MOMENTUM)
         steps = max(int(self.trainer.estimated_stepping_batches), 1)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -140,11 +157,11 @@ class _Epochs:
     """The batches of the trainer's epoch: the same, whether or not the run was stopped before it
 
     Lightning asks a resumed run's loader for its first iterator before it tells the epoch to the sampler; a generator
-    asks for the epoch when its first batch is wanted.
+    asks for the epoch when its first batch is wanted. ``here``: the processes that share the loader's batches.
     """
 
-    def __init__(self, loader: Any, trainer: Trainer, seed: int) -> None:
-        self.loader, self.trainer, self.seed = loader, trainer, seed
+    def __init__(self, loader: Any, trainer: Trainer, seed: int, here: Processes | None) -> None:
+        self.loader, self.trainer, self.seed, self.here = loader, trainer, seed, here
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -154,8 +171,9 @@ class _Epochs:
         sampler: Any = getattr(self.loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        torch.manual_seed(self.seed * 1_000_003 + epoch)
-        yield from self.loader
+        seed = self.seed * 1_000_003 + epoch
+        torch.manual_seed(seed)
+        yield from self.loader if self.here is None else shared_batches(self.loader, self.here, seed)
 
 
 class _Whole(TorchCheckpointIO):
@@ -178,8 +196,10 @@ def fit(
 ) -> dict[str, list[float]]:
     """Train the model in place; a run that stopped goes on from its last epoch, to the same bits. Gives its history.
 
-    ``folder`` keeps the checkpoint of the last epoch. ``options`` go to Lightning's Trainer.
+    ``folder`` keeps the checkpoint of the last epoch. ``options`` go to Lightning's Trainer. Under torchrun
+    the processes share every batch, and all end with the same model.
     """
+    here = processes()
     folder.mkdir(parents=True, exist_ok=True)
     module = Classifier(model.train(), course)
     # At the end of the training epoch, when its loss is in the history too.
@@ -189,7 +209,7 @@ def fit(
     checkpoint = folder / "last.ckpt"
     settings = {
         "accelerator": "cpu",
-        "devices": 1,
+        **here.trainer_options(),
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -200,10 +220,11 @@ def fit(
     }
     with quiet(), _interruptible():
         trainer = Trainer(max_epochs=course.epochs, callbacks=[*callbacks, keep], **settings)
-        batches = training_batches(data, course, trainer.global_rank, trainer.world_size)
+        batches = training_batches(data, course, here.rank, here.size)
+        shared = here if here.size > 1 and isinstance(data, Loaders) else None
         trainer.fit(
             module,
-            _Epochs(batches, trainer, course.seed),
+            _Epochs(batches, trainer, course.seed, shared),
             evaluation_batches(data, data.held_out),
             ckpt_path=str(checkpoint) if checkpoint.exists() else None,
             weights_only=False,
@@ -225,7 +246,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def training_batches(data: Data | Loaders, course: Course, rank: int = 0, ranks: int = 1) -> Any:
-    """The training batches, of one rank, in the order of the epoch that its sampler is set to"""
+    """The training batches, of one rank, in the order of the epoch that its sampler is set to; of loaders, of all"""
     if isinstance(data, Loaders):
         return data.train
     dataset = Normalized(data.train, data.mean, data.std)
@@ -241,6 +262,15 @@ def evaluation_batches(data: Data | Loaders, part: Split | Iterable[Any]) -> Ite
     return DataLoader(Normalized(part, data.mean, data.std), batch_size=512)
 
 
+def scores_of(model: nn.Module, inputs: Any) -> Tensor:
+    """What the model gives for a batch; of transformers' models, their logits"""
+    output = call(model, inputs)
+    scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"the model gives a {type(output).__name__}, but it must give a tensor of scores, (n, classes)")
+    return scores
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Data | Loaders, part: Split | Iterable[Any]) -> float:
     """The share of images, in %, whose highest score is that of their class; the model runs in eval mode."""
@@ -253,8 +283,8 @@ def count_hits(model: nn.Module, data: Data | Loaders, part: Split | Iterable[An
     """How many have the highest score where their class is, and of how many; the model runs in eval mode."""
     hits = count = 0
     with in_eval_mode(model):
-        for images, labels in evaluation_batches(data, part):
-            hits += int((model(images).argmax(1) == labels).sum())
+        for inputs, labels in evaluation_batches(data, part):
+            hits += int((scores_of(model, inputs).argmax(1) == labels).sum())
             count += len(labels)
     if count == 0:
         raise ValueError("there is nothing to measure the accuracy on; hold some images out")
@@ -298,5 +328,7 @@ def write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         draft.unlink(missing_ok=True)

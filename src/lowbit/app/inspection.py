@@ -18,16 +18,24 @@ from lowbit.model import calibrate, prepare
 from lowbit.summary import Summary, summary
 
 _SHOWN = 256  # samples that the noise is taken of
+_BEFORE = (
+    "The sensitivity is that of the run's float network, rounded but not yet trained on: trained weights have adapted "
+    "to the grid, and a layer taken off it loses accuracy, whatever its quantizers cost."
+)
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What there is to say of a prepared model; ``sensitivity`` is None where nobody measured it"""
+    """What there is to say of a prepared model; ``sensitivity`` is None where nobody measured it
+
+    Of a trained run it is that of the network before: ``note`` says so.
+    """
 
     title: str
     summary: Summary
     noise: list[dict[str, Any]]
     sensitivity: Sensitivity | None
+    note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -38,6 +46,7 @@ class Inspection:
             "summary": self.summary.to_dict(),
             "noise": self.noise,
             "sensitivity": measured,
+            "note": self.note,
         }
 
 
@@ -50,17 +59,20 @@ def inspect(
     """Of a run's folder, or of a config: that of its run where there is one, else its model without training"""
     if isinstance(target, TrainConfig) and not (target.output_folder / CONFIG).exists():
         title, model, data = _untrained(target)
+        before = model
     else:
-        title, model, data = _of_run(target if isinstance(target, Path) else target.output_folder)
-    measured = measure_sensitivity(model, data, on_layer) if sensitivity else None
-    return Inspection(title, summary(model), noise_rows(model, example_inputs(data, count=_SHOWN)), measured)
+        run = Run.open(target if isinstance(target, Path) else target.output_folder)
+        title, model, data = _of_run(run)
+        before = run.model("calibrate")[0] if "quantized" in run.steps else model
+    measured = measure_sensitivity(before, data, on_layer) if sensitivity else None
+    note = _BEFORE if sensitivity and before is not model else ""
+    return Inspection(title, summary(model), noise_rows(model, example_inputs(data, count=_SHOWN)), measured, note)
 
 
-def _of_run(folder: Path) -> tuple[str, nn.Module, Source]:
-    run = Run.open(folder)
+def _of_run(run: Run) -> tuple[str, nn.Module, Source]:
     name = "quantized" if "quantized" in run.steps or "calibrate" not in run.steps else "calibrate"
     state = "trained with its quantizers" if name == "quantized" else "calibrated, not yet trained with its quantizers"
-    return f"{folder}: {run.config.recipe}, {state}", *run.model(name)
+    return f"{run.folder}: {run.config.recipe}, {state}", *run.model(name)
 
 
 def _untrained(config: TrainConfig) -> tuple[str, nn.Module, Source]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from lowbit.app.config import TrainConfig
 from lowbit.app.fit import write_json, write_tensors, write_whole
+from lowbit.app.processes import processes
 from lowbit.app.sources import Source, build, example_inputs
 from lowbit.model import prepare
 from lowbit.recipe import Recipe
@@ -36,10 +37,12 @@ class Run:
 
     def __init__(self, folder: Path, config: TrainConfig, recipe: Recipe) -> None:
         self.folder, self.config, self.recipe = folder, config, recipe
-        # Sums are taken in the order that the number of threads makes.
+        # Sums are taken in the order that the number of threads makes. Digits are too small to share out: two threads
+        # are no faster, and on a machine with other work each waits for the other.
         self._result: dict[str, Any] = {
             "format": _FORMAT,
-            "threads": torch.get_num_threads(),
+            "threads": 1 if config.is_builtin and config.data == "digits" else torch.get_num_threads(),
+            "processes": processes().size,
             "steps": {},
             "seconds": {},
         }
@@ -70,6 +73,10 @@ class Run:
         differences = config.differences(there.config)
         if not differences and there.recipe != recipe:
             differences = [f"the recipe {config.recipe!r} has changed since, see {folder / RECIPE}"]
+        if differences and not (there.steps or (folder / "float").exists()):
+            with locked(folder):  # not under the hands of one that just begins
+                (folder / CONFIG).unlink()  # of a run that never came to train: its data was not found, or so
+            return cls.begin(config)
         if differences:
             raise RunError(
                 f"{folder} holds a run of another config: {'; '.join(differences)}. "
@@ -100,10 +107,18 @@ class Run:
         """The threads that the run was begun with, and goes on with."""
         return self._result["threads"]
 
-    def finish(self, step: str, found: dict[str, Any], seconds: float) -> None:
-        """Keep what a step found."""
+    @property
+    def processes(self) -> int:
+        """The processes that the run was begun with."""
+        return self._result.get("processes", 1)
+
+    def note(self, step: str, found: dict[str, Any], seconds: float) -> None:
+        """Take what a step found into the result, which ``write`` keeps."""
         self._result["steps"][step] = found
         self._result["seconds"][step] = seconds
+
+    def write(self) -> None:
+        """Write the result."""
         write_json(self.folder / RESULT, self._result)
 
     def keep(self, name: str, model: nn.Module) -> None:
@@ -145,16 +160,27 @@ def _read_result(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def at_work(run: Run) -> Iterator[None]:
-    """Alone in the folder, with the run's number of threads, and without what a killed process left half written"""
-    threads = torch.get_num_threads()
+    """Alone in the folder, and without what a killed process left half written"""
     with locked(run.folder):
-        for draft in run.folder.rglob(".*.partial"):
-            draft.unlink()
-        torch.set_num_threads(run.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+        remove_drafts(run.folder)
+        yield
+
+
+def remove_drafts(folder: Path) -> None:
+    """What a killed process left half written."""
+    for draft in folder.rglob(".*.partial"):
+        draft.unlink()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads; afterwards as many as before"""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

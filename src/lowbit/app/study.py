@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context, parent_process
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +20,7 @@ from torch import nn
 
 from lowbit.app.analysis import Analysis, analyse
 from lowbit.app.fit import Course, DivergedError, accuracy, fit, write_json, write_tensors
-from lowbit.app.run import RunError, locked
+from lowbit.app.run import RunError, locked, remove_drafts, threads
 from lowbit.app.sources import Source, build, calibration_inputs, example_inputs
 from lowbit.app.study_config import Case, StudyConfig
 from lowbit.model import calibrate, prepare
@@ -47,6 +50,7 @@ def study(config: StudyConfig, folder: Path, on_event: OnEvent = lambda *_: None
     """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
+        remove_drafts(folder)
         _check_config(config, folder)
         (folder / RESULTS).mkdir(exist_ok=True)
         floats = [(seed,) for seed in range(config.seeds) if not (folder / FLOATS / f"{seed}.json").exists()]
@@ -85,25 +89,61 @@ def _run_all(
     if not tasks:
         return
     workers = min(config.jobs or os.cpu_count() or 1, len(tasks))
-    # New processes, not forks: a fork of a process that has threads may wait for ever.
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_one_thread)
+    if workers == 1:
+        with threads(1):
+            for task in tasks:
+                text = function(config, folder, *task)
+                done += 1
+                on_event(stage, done, total, text)
+        return
+    context = _context()
+    stop, stopper = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(stop,))
     try:
         for future in as_completed([pool.submit(function, config, folder, *task) for task in tasks]):
             done += 1
             on_event(stage, done, total, future.result())
+    except BaseException:
+        stopper.send_bytes(b"stop")  # what they are at is run again when the study goes on
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _one_thread() -> None:
+def _context() -> Any:
+    """New processes, not forks: a fork of a process that has threads may wait for ever. A server that has imported what
+    is needed, and has no threads, may fork.
+    """
+    if "forkserver" not in get_all_start_methods():  # not on Windows
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _begin_worker(stop: Connection) -> None:
+    """One thread; and an end at once when told, or with the process that gives the work, which may be killed: the study
+    that goes on would write the same files. Ctrl-C is that process's affair.
+    """
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        wait([parent.sentinel, stop])
+        os._exit(1)
+
+    Thread(target=follow, daemon=True).start()
 
 
 def train_float(config: StudyConfig, folder: Path, seed: int) -> str:
     """The float network from which every case of this seed starts"""
     train = config.train_config(seed)
     model, data = _build(config, seed)
-    course = Course(config.float_epochs, config.batch_size, config.float_rate, config.weight_decay, seed)
+    course = Course(
+        config.float_epochs, config.batch_size, config.float_rate, config.weight_decay, seed, config.optimizer
+    )
     working = folder / FLOATS / f".{seed}"
     fit(model, data, course, working)
     write_tensors(folder / FLOATS / f"{seed}.pt", model.state_dict())
@@ -137,7 +177,7 @@ def train_case(config: StudyConfig, folder: Path, job: Job) -> tuple[nn.Module, 
     model.load_state_dict(torch.load(folder / FLOATS / f"{job.seed}.pt", weights_only=True))
     prepared = prepare(model, job.case.recipe(), example_inputs(data), inplace=True)
     calibrate(prepared, calibration_inputs(config.train_config(job.seed), data))
-    course = Course(config.epochs, config.batch_size, job.rate, config.weight_decay, job.seed)
+    course = Course(config.epochs, config.batch_size, job.rate, config.weight_decay, job.seed, config.optimizer)
     working = folder / RESULTS / f".{job.name}"
     shutil.rmtree(working, ignore_errors=True)
     try:

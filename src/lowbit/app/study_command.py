@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +13,11 @@ from lowbit.app.terminal import WRONG, Terminal, UsageError, command_line
 
 def study(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="A TOML file of these options.")] = None,
-    data: Annotated[str | None, typer.Option(help="digits, mnist, fashion-mnist or cifar10.")] = None,
+    data: Annotated[str | None, typer.Option(help="digits, mnist, fashion-mnist, cifar10, or text.")] = None,
     folder: Annotated[str | None, typer.Option(help="Where the data's files are; digits needs none.")] = None,
-    model: Annotated[str | None, typer.Option(help="convnet, or package.module:function.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="convnet, package.module:function, or a transformers model's folder.")
+    ] = None,
     bits: Annotated[list[int] | None, typer.Option(help="Numbers of bits; may be given several times.")] = None,
     rules: Annotated[
         list[str] | None, typer.Option(help="Gradient rules; the first is what others compare to.")
@@ -28,6 +29,8 @@ def study(
     float_epochs: Annotated[int | None, typer.Option(help="Epochs in float, before quantizing.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs with quantizers.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images in a batch.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, or adamw, as for transformers.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a text, at most.")] = None,
     style: Annotated[str | None, typer.Option(help="Of the ONNX file: integer or qdq.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes at a time; one for each core.")] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", help="The study's folder; runs/study-DATA.")] = None,
@@ -41,8 +44,10 @@ def study(
     """
     given = {key: value for key, value in locals().items() if value is not None}
     terminal = Terminal(as_json=as_json, debug=debug)
-    again = command_line(sys.argv[1:])
+    again = command_line()
     with terminal.guarded(resume=again):
+        if terminal.here.size > 1:
+            raise UsageError("study starts processes of its own; run it without torchrun, with --jobs")
         changes = {key: value for key, value in given.items() if key not in ("config", "as_json", "debug")}
         _run(terminal, config, changes, again)
     raise typer.Exit(terminal.code)
@@ -57,7 +62,9 @@ def _run(terminal: Terminal, path: Path | None, changes: dict[str, Any], again: 
 
     try:
         chosen = StudyConfig.read(path, changes) if path is not None else StudyConfig.from_dict(changes)
-    except (TypeError, ValueError) as error:
+    except FileNotFoundError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from error
+    except (TypeError, ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     folder = Path(chosen.output or f"runs/study-{chosen.data}")
     runs = len(chosen.cases()) * len(chosen.rates) * chosen.seeds
@@ -65,6 +72,7 @@ def _run(terminal: Terminal, path: Path | None, changes: dict[str, Any], again: 
     with terminal.bar() as move:
 
         def on_event(stage: str, done: int, total: int, text: str) -> None:
+            terminal.heed()
             move(stage, done, total, text)
             if text and not terminal.console.is_terminal:
                 terminal.say(f"{stage} {done}/{total}: {text}")
@@ -81,7 +89,8 @@ def _run(terminal: Terminal, path: Path | None, changes: dict[str, Any], again: 
         terminal.say(finding)
     terminal.say()
     terminal.say(f"best: {shipped['case']}, {shipped['test']:.1f} % on the test data; {folder / ONNX}")
-    terminal.say(shipped["text"].partition("\n\n")[0])
+    words = shipped["text"].partition("\n\n")[0]
+    terminal.say(words.replace(f"\n{ONNX}, ", f"\n{folder / ONNX}, ", 1))
     terminal.say(f"report: {folder / REPORT}")
     keys = ("case", "rate", "held_out", "test", "spread", "difference", "low", "high")
     table = [{key: _plain(getattr(row, key)) for key in keys} for found in analysis.rows.values() for row in found]

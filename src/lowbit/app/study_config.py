@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from lowbit.app.config import TrainConfig, read_config
+from lowbit.app.config import OPTIMIZERS, TrainConfig, read_config
 from lowbit.granularity import PerChannel
 from lowbit.recipe import QuantSpec, Recipe
 from lowbit.record import Record, check_choice, check_finite, check_integer
@@ -63,7 +63,7 @@ class StudyConfig(Record):
     ``scales``. The rate of a case is chosen by its mean accuracy on held-out data, and the test data serves for the
     result alone. Every case of a seed starts from that seed's float network and sees the same batches.
 
-    - ``data``, ``folder``, ``model``, ``batch_size``, ``held_out``: as of ``TrainConfig``
+    - ``data``, ``folder``, ``model``, ``batch_size``, ``optimizer``, ``held_out``, ``max_length``: see ``TrainConfig``
     - ``float_epochs`` at ``float_rate``, then ``epochs`` at each of ``rates``
     - ``jobs``: processes at a time; 0 is one for each core
 
@@ -85,7 +85,9 @@ class StudyConfig(Record):
     epochs: int = 12
     batch_size: int = 64
     weight_decay: float = 5e-4
+    optimizer: str = OPTIMIZERS[0]
     held_out: float = 0.2
+    max_length: int = 128
     style: str = "integer"
     jobs: int = 0
     output: str | None = None
@@ -120,8 +122,10 @@ class StudyConfig(Record):
             batch_size=self.batch_size,
             rate=self.float_rate,
             weight_decay=self.weight_decay,
+            optimizer=self.optimizer,
             seed=seed,
             held_out=self.held_out,
+            max_length=self.max_length,
             style=self.style,
         )
 

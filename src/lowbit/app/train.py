@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from torch import nn
 from lowbit.app.config import TrainConfig
 from lowbit.app.fit import Classifier, Course, count_hits, fit
 from lowbit.app.measure import ScaleRecorder, histograms, kept_scales, noise_rows
+from lowbit.app.processes import Processes, processes
 from lowbit.app.report import write
-from lowbit.app.run import ONNX, REPORT, SAFETENSORS, TENSORBOARD, Run, RunError, at_work
+from lowbit.app.run import ONNX, REPORT, SAFETENSORS, TENSORBOARD, Run, RunError, at_work, threads
 from lowbit.app.sources import Source, build, calibration_inputs, example_inputs
 from lowbit.app.train_report import make_report
 from lowbit.conversion import convert
@@ -72,20 +74,32 @@ def train(config: TrainConfig, *, on_event: Callable[[Event], None] = _ignore, c
 
     ``command`` is shown in the report. A folder of another config is a RunError; a run whose loss is no number any
     longer a DivergedError. What was finished before stays.
+
+    Under torchrun the processes train together, and the first one alone writes files and goes on with what comes after;
+    the result of the others ends with the training.
     """
-    run = Run.begin(config)
-    with at_work(run):
-        run = Run.begin(config)  # with what another process finished since
-        for step in _STEPS:
-            if step in run.steps and (step != "report" or (run.folder / REPORT).exists()):
-                on_event(Event(step, "kept", describe(step, run.steps[step])))
-                continue
-            on_event(Event(step, "begin"))
-            start = time.perf_counter()
-            found = _Work(run, on_event, command).do(step)
-            run.finish(step, found, time.perf_counter() - start)
-            on_event(Event(step, "end", describe(step, found)))
+    here = processes()
+    with ExitStack() as stack:
+        with here.joined():
+            here.first(lambda: stack.enter_context(at_work(_begin(config, here))))
+            run = Run.begin(config)  # with what another process finished since
+            stack.enter_context(threads(run.threads))
+            work = _Work(run, here, on_event, command)
+            work.do_all(_TOGETHER)
+        if here.is_first:
+            work.do_all(step for step in _STEPS if step not in _TOGETHER)
     return Result(run.folder, run.steps, run.seconds)
+
+
+def _begin(config: TrainConfig, here: Processes) -> Run:
+    run = Run.begin(config)
+    if run.processes != here.size and not run.steps.keys() >= set(_TOGETHER):
+        raise RunError(
+            f"{run.folder} holds a run of {run.processes} processes, but here are {here.size}: sums would be taken in "
+            f"another order, and the result would not be the same to the bit; start {run.processes}, or name another "
+            "output"
+        )
+    return run
 
 
 def describe(step: str, found: dict[str, Any]) -> str:
@@ -104,26 +118,42 @@ def describe(step: str, found: dict[str, Any]) -> str:
 class _Work:
     """The steps; each begins from files, so that it does the same whether or not the one before just ran."""
 
-    def __init__(self, run: Run, on_event: Callable[[Event], None], command: str) -> None:
-        self.run, self.config, self.on_event, self.command = run, run.config, on_event, command
+    def __init__(self, run: Run, here: Processes, on_event: Callable[[Event], None], command: str) -> None:
+        self.run, self.config, self.here, self.on_event, self.command = run, run.config, here, on_event, command
 
-    def do(self, step: str) -> dict[str, Any]:
-        """What this step finds."""
-        return _STEPS[step](self)
+    def do_all(self, steps: Iterable[str]) -> None:
+        """These steps, but for those that are finished."""
+        run = self.run
+        for step in steps:
+            if step in run.steps and (step != "report" or (run.folder / REPORT).exists()):
+                self.on_event(Event(step, "kept", describe(step, run.steps[step])))
+                continue
+            self.on_event(Event(step, "begin"))
+            start = time.perf_counter()
+            found = _STEPS[step](self)
+            run.note(step, found, time.perf_counter() - start)
+            if step in _TOGETHER:
+                self.here.first(run.write)
+            else:
+                run.write()
+            self.on_event(Event(step, "end", describe(step, found)))
+
+    def _keep(self, name: str, model: nn.Module) -> None:
+        self.here.first(lambda: self.run.keep(name, model))
 
     def train_float(self) -> dict[str, Any]:
         """Train the float model."""
         model, data = build(self.config)
         history = self._fit("float", model, data, self.config.float_epochs, self.config.rate, [])
-        self.run.keep("float", model)
+        self._keep("float", model)
         return {"accuracy": _accuracies(model, data), "history": history}
 
     def calibrate(self) -> dict[str, Any]:
         """What rounding alone leaves."""
         model, data = self.run.float_model()
         prepared = prepare(model.eval(), self.run.recipe, example_inputs(data), inplace=True)
-        calibrate(prepared, calibration_inputs(self.config, data))
-        self.run.keep("calibrate", prepared)
+        calibrate(prepared, calibration_inputs(self.config, data, self.here))
+        self._keep("calibrate", prepared)
         return {"accuracy": _accuracies(prepared, data), "scales": kept_scales(prepared)}
 
     def train_quantized(self) -> dict[str, Any]:
@@ -134,7 +164,7 @@ class _Work:
         callbacks = [quantization, recorder]
         history = self._fit("quantized", model, data, self.config.epochs, self.config.quantized_rate, callbacks)
         freeze(model)
-        self.run.keep("quantized", model)
+        self._keep("quantized", model)
         return {"accuracy": _accuracies(model, data), "history": history, "scales": recorder.scales}
 
     def export(self) -> dict[str, Any]:
@@ -175,7 +205,7 @@ class _Work:
         config, folder = self.config, self.run.folder
         if epochs == 0:
             return {"loss": [], "accuracy": []}
-        course = Course(epochs, config.batch_size, rate, config.weight_decay, config.seed)
+        course = Course(epochs, config.batch_size, rate, config.weight_decay, config.seed, config.optimizer)
         options: dict[str, Any] = {"log_every_n_steps": 10}
         if importlib.util.find_spec("tensorboard") is not None:
             options["logger"] = TensorBoardLogger(folder / TENSORBOARD, name=name, version="")
@@ -195,6 +225,7 @@ _STEPS: dict[str, Callable[[_Work], dict[str, Any]]] = {
     "measure": _Work.measure,
     "report": _Work.report,
 }
+_TOGETHER = ("float", "calibrate", "quantized")  # what all processes have a part in
 
 
 class _Progress(Callback):
