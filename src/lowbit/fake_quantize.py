@@ -11,6 +11,7 @@ from torch import Tensor
 from lowbit.functional import fake_quantize, fake_quantize_backward, learned_fake_quantize
 from lowbit.functional.check import check_grad, check_per, check_ste
 from lowbit.functional.fake_quantize import fake_quantize_per_batch
+from lowbit.functional.linear import RULES, Coded, code, code_per_batch
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
 from lowbit.observers import Observer
@@ -80,6 +81,32 @@ class FakeQuantize(ScaleState):
 
     def forward(self, x: Tensor) -> Tensor:
         """Quantize x; in training mode, while observing, take its statistics in first."""
+        ranks = self._take_in(x)
+        return self._quantize(x, ranks) if self.enabled else x
+
+    def code(self, x: Tensor) -> Coded:
+        """What forward does, as codes; ``codes_refusal`` says of which quantizers there are none."""
+        mode, ranks = self.scale_mode, self._take_in(x)
+        is_own = isinstance(mode, PerBatch) and mode.statistic == "abs_max" and ranks is None
+        if is_own and (self.grid.signed or self.bits < 8) and self._effective_ste is SteKind.IDENTITY:
+            return code_per_batch(x, grid=self.grid, per=self.per, symmetric=self.symmetric)
+        scale, zero_point = self._params(x, ranks)
+        return code(x, scale, zero_point, grid=self.grid, per=self.per, ste=self._effective_ste)
+
+    def codes_refusal(self) -> str:
+        """Why this quantizer gives no codes for a product of integers; "" where it does."""
+        if not self.enabled:
+            return "it is switched off"
+        if self.bits > 8:
+            return f"it has {self.bits} bits, and the product takes 8"
+        if isinstance(self.scale_mode, Learned):
+            return "its scale is learned, and takes a gradient from the values"
+        if self._effective_ste not in RULES:
+            return f"its gradient {self.ste.name} is computed from the values"
+        return ""
+
+    def _take_in(self, x: Tensor) -> Ranks | None:
+        """Check x and take its statistics in; the ranks that share them."""
         self._check_input(x)
         if self.training:
             self._take_shape(x)
@@ -91,7 +118,7 @@ class FakeQuantize(ScaleState):
                 self._follow(x, ranks)
         elif self.enabled:
             self._check_ready()
-        return self._quantize(x, ranks) if self.enabled else x
+        return ranks
 
     def backward(self, grad_output: Tensor, x: Tensor) -> Tensor:
         """dx = the rule named by ``ste`` at the current scale; a PerBatch scale is taken from x again."""

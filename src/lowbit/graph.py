@@ -16,6 +16,7 @@ import lowbit.functional as F  # noqa: N812
 from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor
 from lowbit.grid import Grid
 from lowbit.kernels import plan
+from lowbit.kernels.products import int_mm, to_sums
 
 _LIBRARY = torch.library.Library("lowbit", "DEF")
 
@@ -126,7 +127,7 @@ def _matmul(q: Tensor, zero_point: Tensor | None, w: Tensor, weight_zero_point: 
     rows, columns = q.shape[-1], w.shape[-1]
     x, x_offset = _shifted(q.reshape(-1, rows))
     v, w_offset = _shifted(w)
-    total = _int_mm(x, v)
+    total = int_mm(x, v)
     # sum (x + a) (v + b) = sum x v + a sum v + b sum x + K a b,  a = offset - z of the rows, b = that of the columns
     a = torch.full((), x_offset, dtype=torch.int32, device=q.device)
     if zero_point is not None:
@@ -136,23 +137,6 @@ def _matmul(q: Tensor, zero_point: Tensor | None, w: Tensor, weight_zero_point: 
         b = b - weight_zero_point
     total = total + a * v.sum(0, dtype=torch.int32) + b * x.sum(1, dtype=torch.int32, keepdim=True) + rows * a * b
     return total.to(torch.int32).view(*q.shape[:-1], columns)
-
-
-def _int_mm(x: Tensor, w: Tensor) -> Tensor:
-    """x @ w in int32; a GPU's kernel wants more than 16 rows, multiples of 8, and w column by column"""
-    if 0 in (*x.shape, w.shape[1]):
-        return torch.zeros(x.shape[0], w.shape[1], dtype=torch.int32, device=x.device)
-    if not x.is_cuda:
-        return torch._int_mm(_by_rows(x), _by_rows(w))  # noqa: SLF001
-    (rows, inner), columns = x.shape, w.shape[1]
-    x = functional.pad(x, (0, -inner % 8, 0, max(24 - rows, -rows % 8)))
-    w = functional.pad(w.t(), (0, -inner % 8, 0, -columns % 8))
-    return torch._int_mm(_by_rows(x), _by_rows(w).t())[:rows, :columns]  # noqa: SLF001
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    """x, row by row: torch's CPU kernel writes nothing where an axis of one has a stride that is not the usual one"""
-    return x.contiguous().view(-1).view(x.shape)
 
 
 def _matmul_fake(q: Tensor, zero_point: Tensor | None, w: Tensor, weight_zero_point: Tensor | None = None) -> Tensor:
@@ -231,8 +215,7 @@ def _conv_double(
         x = x - zero_point
     convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[q.dim() - 3]
     options: Any = {"stride": stride, "dilation": dilation, "groups": groups}
-    # Rounded, since a GPU may come to the sums by a transform.
-    return convolve(functional.pad(x, padding), w.double(), **options).round().to(torch.int32).contiguous()
+    return to_sums(convolve(functional.pad(x, padding), w.double(), **options)).contiguous()
 
 
 def _conv_fake(

@@ -12,6 +12,7 @@ from lowbit.blueprint import conversion_of
 from lowbit.fake_quantize import FakeQuantize
 from lowbit.model import require_preparation
 from lowbit.nn.coded import CodedActivation, CodedWeight
+from lowbit.nn.linear import LinearLayer
 from lowbit.nn.slots import Slotted, rows
 from lowbit.preparation import UNSEEN, slotted_modules
 
@@ -118,6 +119,8 @@ def summary(model: nn.Module) -> Summary:
                 lines.append(_line(path, holder, slot, role, quantizer, seen, counted))
                 if role == "weight" and path in products:
                     lines[-1] = replace(lines[-1], note=f"product: {products[path]}")
+                elif role == "weight" and isinstance(holder, LinearLayer) and not holder.product_refusal():
+                    lines[-1] = replace(lines[-1], note="product in training: integer")
     reasons = dict(floats)
     for path, module in model.named_modules():
         if isinstance(module, FakeQuantize):

@@ -19,7 +19,7 @@ from lowbit.bench.networks import QUICK_NETWORKS, Network
 
 CPU = torch.device("cpu")
 NAMES = {trainee.name: trainee for trainee in TRAINEES}
-RESNET, TRANSFORMER = QUICK_NETWORKS
+RESNET, MLP, TRANSFORMER = QUICK_NETWORKS
 
 
 def fake_clock(function: Callable[[], Any], repeats: int) -> float:

@@ -115,7 +115,11 @@ def run_network(
     clock = clock or (cuda_clock if device.type == "cuda" else cpu_clock)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model, (inputs, targets) = network.build().to(device), network.batch()
+        try:
+            model = network.build().to(device)
+        except ImportError as error:
+            return [ModelRow(network.name, FLOAT, "skipped", str(error))]
+        inputs, targets = network.batch()
     batch = inputs.to(device), targets.to(device)
     with torch.no_grad():
         signal = copy.deepcopy(model)(batch[0])

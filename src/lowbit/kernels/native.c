@@ -75,6 +75,15 @@ typedef struct {
     int32_t *own_zero_point;
 } Call;
 
+/* Sums of products of codes, and what makes values of them; by_row, by_column: one for each, not one for all */
+typedef struct {
+    int64_t rows, columns;
+    int32_t scale_by_row, zero_by_row, scale_by_column, y_type, wide, threads;
+    void *y;
+    const int32_t *sums, *zero_point, *column_sums; /* the last two: NULL where there is no zero point */
+    const void *x_scale, *w_scale, *bias;           /* in the type of the arithmetic; bias may be NULL */
+} Sums;
+
 static const double START[] = {0, INFINITY, -INFINITY};
 
 static double merge(int fold, double a, double b) {
@@ -192,13 +201,17 @@ typedef struct {
     void (*map_range[2])(const Call *, int64_t, int64_t);
     void (*reduce_unit[2])(const Call *, int64_t);
     void (*per_batch_unit[2])(const Call *, int64_t);
+    void (*bits_range[2])(const Call *, int64_t, int64_t);
+    void (*scale_rows[2])(const Sums *, int64_t, int64_t);
 } Level;
 
 #define LEVEL_OF(level)                                                \
     {                                                                  \
         #level, {map_range_f32_##level, map_range_f64_##level},        \
-            {reduce_unit_f32_##level, reduce_unit_f64_##level}, {      \
-            per_batch_unit_f32_##level, per_batch_unit_f64_##level     \
+            {reduce_unit_f32_##level, reduce_unit_f64_##level},        \
+            {per_batch_unit_f32_##level, per_batch_unit_f64_##level},  \
+            {bits_range_f32_##level, bits_range_f64_##level}, {        \
+            scale_rows_f32_##level, scale_rows_f64_##level             \
         }                                                              \
     }
 
@@ -255,20 +268,60 @@ static Call fill(const Call *made, void *y, const void *g, const void *x, const 
     return c;
 }
 
+static void in_ranges(const Call *c, void (*range)(const Call *, int64_t, int64_t)) {
+    int64_t n = c->layout.elements, blocks = (n + BLOCK - 1) / BLOCK;
+    if (c->threads == 1) {
+        range(c, 0, n);
+        return;
+    }
+#pragma omp parallel for num_threads(c->threads) schedule(static)
+    for (int t = 0; t < c->threads; t++) {
+        int64_t from = blocks * t / c->threads * BLOCK, to = blocks * (t + 1) / c->threads * BLOCK;
+        range(c, from, to < n ? to : n);
+    }
+}
+
 PUBLIC void lowbit_map(const Call *made, void *y, const void *g, const void *x, const void *scale,
                        const void *zero_point, int threads) {
     Call c = fill(made, y, g, x, scale, zero_point, threads);
-    int64_t n = c.layout.elements, blocks = (n + BLOCK - 1) / BLOCK;
-    void (*map_range)(const Call *, int64_t, int64_t) = LEVELS[level].map_range[c.wide];
-    if (c.threads == 1) {
-        map_range(&c, 0, n);
-        return;
+    in_ranges(&c, LEVELS[level].map_range[c.wide]);
+}
+
+/* Bit i of ``bits``: whether the rule passes a gradient to x[i] */
+PUBLIC void lowbit_gradient_bits(const Call *made, uint8_t *bits, const void *x, const void *scale,
+                                 const void *zero_point, int threads) {
+    Call c = fill(made, bits, 0, x, scale, zero_point, threads);
+    in_ranges(&c, LEVELS[level].bits_range[c.wide]);
+}
+
+/* y[i] = bit i of ``bits`` ? g[i] : 0, for n elements of ``size`` bytes */
+PUBLIC void lowbit_select(int64_t n, int size, const uint8_t *bits, const void *g, void *y, int threads) {
+    threads = n <= GRAIN ? 1 : threads;
+#define SELECT(T)                                                                                     \
+    for (int64_t b = 0; b < n / 8; b++)                                                               \
+        for (int k = 0; k < 8; k++)                                                                   \
+            ((T *)y)[8 * b + k] = (T)(((const T *)g)[8 * b + k] & (T)(0 - (T)((bits[b] >> k) & 1)));  \
+    for (int64_t i = n / 8 * 8; i < n; i++)                                                           \
+        ((T *)y)[i] = (T)(((const T *)g)[i] & (T)(0 - (T)((bits[i / 8] >> i % 8) & 1)));
+    if (size == 2) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+        SELECT(uint16_t)
+    } else if (size == 4) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+        SELECT(uint32_t)
+    } else {
+#pragma omp parallel for num_threads(threads) schedule(static)
+        SELECT(uint64_t)
     }
-#pragma omp parallel for num_threads(c.threads) schedule(static)
-    for (int t = 0; t < c.threads; t++) {
-        int64_t from = blocks * t / c.threads * BLOCK, to = blocks * (t + 1) / c.threads * BLOCK;
-        map_range(&c, from, to < n ? to : n);
-    }
+#undef SELECT
+}
+
+/* y = float(sum - z * column_sum) * (s_x * s_w) + b */
+PUBLIC void lowbit_scale_sums(const Sums *c) {
+    void (*scale_rows)(const Sums *, int64_t, int64_t) = LEVELS[level].scale_rows[c->wide];
+    int threads = c->rows * c->columns <= GRAIN ? 1 : c->threads;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int t = 0; t < threads; t++) scale_rows(c, c->rows * t / threads, c->rows * (t + 1) / threads);
 }
 
 static void for_each_unit(const Call *c, void (*unit)(const Call *, int64_t)) {

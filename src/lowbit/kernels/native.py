@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from ctypes import c_char_p, c_double, c_int, c_int32, c_int64, c_void_p
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,14 @@ class _Call(ctypes.Structure):
     ]
 
 
+class _Sums(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("rows", "columns")),
+        *((name, c_int32) for name in ("scale_by_row", "zero_by_row", "scale_by_column", "y_type", "wide", "threads")),
+        *((name, c_void_p) for name in ("y", "sums", "zero_point", "column_sums", "x_scale", "w_scale", "bias")),
+    ]
+
+
 class Library:
     """The functions of native.c, and the level (instruction set) that they run at: the highest the processor has."""
 
@@ -82,6 +90,9 @@ class Library:
             ("lowbit_map", None, [ctypes.POINTER(_Call), *[c_void_p] * 5, c_int]),
             ("lowbit_reduce", None, [ctypes.POINTER(_Call), *[c_void_p] * 8, c_int]),
             ("lowbit_per_batch", None, [ctypes.POINTER(_Call), *[c_void_p] * 4, c_int]),
+            ("lowbit_gradient_bits", None, [ctypes.POINTER(_Call), *[c_void_p] * 4, c_int]),
+            ("lowbit_select", None, [c_int64, c_int, *[c_void_p] * 3, c_int]),
+            ("lowbit_scale_sums", None, [ctypes.POINTER(_Sums)]),
             ("lowbit_ema_scale", None, [c_int64, *[c_double] * 4, *[c_void_p] * 5]),
             ("lowbit_ema_range", None, [c_int64, *[c_double] * 4, *[c_void_p] * 12]),
             ("lowbit_levels", c_int, []),
@@ -98,6 +109,8 @@ class Library:
             raise OSError(f"{path.name} was built from other sources")
         self.map, self.reduce, self.per_batch = library.lowbit_map, library.lowbit_reduce, library.lowbit_per_batch
         self.ema_scale, self.ema_range = library.lowbit_ema_scale, library.lowbit_ema_range
+        self.gradient_bits, self.select = library.lowbit_gradient_bits, library.lowbit_select
+        self.scale_sums = library.lowbit_scale_sums
         self.block, self.chunk = library.lowbit_block(), library.lowbit_chunk()
         self.levels = [library.lowbit_level_name(i).decode() for i in range(library.lowbit_levels())]
         names = itertools.takewhile(bool, map(library.lowbit_map_name, itertools.count()))
@@ -143,6 +156,8 @@ def refusal(signature: Signature) -> str:
         return f"native kernels do not take {signature.dtype}"
     if signature.op in ("ema_scale", "ema_range") and signature.dtype != torch.float32:
         return "the state of an EMA is float32, and blends with a batch of float64 in float64"
+    if signature.op == "gradient_bits" and signature.ste not in (SteKind.CLIPPED_IDENTITY, SteKind.IN_RANGE):
+        return f"a gradient of {signature.ste.name} is not one bit"
     if math.prod(signature.shape) == 0:
         return "an empty tensor needs no kernel"
     return ""
@@ -347,21 +362,22 @@ def _learned_backward(signature: Signature) -> Callable[..., tuple[Tensor, ...]]
     return backward
 
 
-def _per_batch(signature: Signature) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+def _per_batch(signature: Signature, codes: torch.dtype | None = None) -> Callable[..., Any]:
+    """x with the scale of its own range: its values, or its codes in this dtype"""
     memory, shape, dtype, wide = signature.memory, signature.scale_shape, signature.dtype, signature.math_dtype
     reduce, run = _reduce(memory, _MIN_MAX), _loaded().per_batch
     if reduce.rows > 1 or reduce.inner * dtype.itemsize > _CACHE:
-        return _per_batch_in_two(signature)
-    calls = {}
+        return _per_batch_in_two(signature, codes)
+    calls, formula, result = {}, "quantize_integer" if codes else "fake_quantize", codes or dtype
     for symmetric, reduction in ((True, _ABS_MAX), (False, _MIN_MAX)):
-        call = calls[symmetric] = _call(signature, wide, "fake_quantize", y=dtype, x=dtype)
+        call = calls[symmetric] = _call(signature, wide, formula, y=result, x=dtype)
         call.reduction, call.reduce = reduction, _reduce(memory, reduction)
         if call.reduce.chunks:
             call.reduce.units = call.reduce.channels  # a whole group is a unit
 
     def per_batch(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
         own = memory.arrange(x)
-        y, scale = torch.empty_like(own), torch.empty(shape, dtype=wide, device="cpu")
+        y, scale = torch.empty_like(own, dtype=result), torch.empty(shape, dtype=wide, device="cpu")
         zero_point = None if symmetric else torch.empty(shape, dtype=torch.int32, device="cpu")
         addresses = y.data_ptr(), own.data_ptr(), scale.data_ptr(), _address(zero_point)
         run(calls[symmetric], *addresses, torch.get_num_threads())
@@ -370,10 +386,11 @@ def _per_batch(signature: Signature) -> Callable[..., tuple[Tensor, Tensor, Tens
     return per_batch
 
 
-def _per_batch_in_two(signature: Signature) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+def _per_batch_in_two(signature: Signature, codes: torch.dtype | None) -> Callable[..., Any]:
     """The statistics in one pass over memory, y in a second."""
     abs_max, min_max = _statistic(signature, _ABS_MAX, 1), _statistic(signature, _MIN_MAX, 2)
-    fake_quantize, grid = _forward(signature), signature.grid
+    quantize: Any = partial(_quantize(signature), dtype=codes) if codes else _forward(signature)
+    grid = signature.grid
 
     def per_batch(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
         zero_point = None
@@ -382,9 +399,54 @@ def _per_batch_in_two(signature: Signature) -> Callable[..., tuple[Tensor, Tenso
         else:
             low, high = min_max(x)
             scale, zero_point = affine_params(low, high, grid)
-        return fake_quantize(x, scale, zero_point), scale, zero_point
+        return quantize(x, scale, zero_point), scale, zero_point
 
     return per_batch
+
+
+def _gradient_bits(signature: Signature) -> Callable[..., Tensor]:
+    """A bit for each element in the order of memory, the lowest of a byte first."""
+    memory, wide, run = signature.memory, signature.math_dtype, _loaded().gradient_bits
+    call = _call(signature, wide, signature.ste.value, x=signature.dtype)
+
+    def gradient_bits(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+        own = memory.arrange(x)
+        bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8)
+        s, z = _pointers(scale, zero_point, wide)
+        run(call, bits.data_ptr(), own.data_ptr(), s.data_ptr(), _address(z), torch.get_num_threads())
+        return bits
+
+    return gradient_bits
+
+
+def select(grad_output: Tensor, bits: Tensor) -> Tensor:
+    """grad_output, contiguous, where its bit is set, else 0"""
+    grad = grad_output.contiguous()
+    dx = torch.empty_like(grad)
+    addresses = bits.data_ptr(), grad.data_ptr(), dx.data_ptr()
+    _loaded().select(grad.numel(), grad.element_size(), *addresses, torch.get_num_threads())
+    return dx
+
+
+def scale_sums(
+    sums: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    zero_point: Tensor | None,
+    column_sums: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y = float(sum - z * column_sum) * (s_x * s_w) + b, in one pass; scales and bias in the arithmetic's dtype"""
+    y = torch.empty(sums.shape, dtype=dtype)
+    zero_point = None if zero_point is None else zero_point.to(torch.int32).contiguous()
+    x_scale, w_scale = x_scale.contiguous(), w_scale.contiguous()
+    call = _Sums(*sums.shape, x_scale.dim() > 0, zero_point is not None and zero_point.dim() > 0, w_scale.dim() > 0)
+    call.y_type, call.wide, call.threads = _TYPES.index(dtype), x_scale.dtype == torch.float64, torch.get_num_threads()
+    call.y, call.sums, call.x_scale, call.w_scale = (t.data_ptr() for t in (y, sums, x_scale, w_scale))
+    call.zero_point, call.column_sums, call.bias = _address(zero_point), _address(column_sums), _address(bias)
+    _loaded().scale_sums(call)
+    return y
 
 
 def _ema(signature: Signature) -> Callable[..., tuple[Tensor, ...]]:
@@ -403,12 +465,14 @@ def _ema(signature: Signature) -> Callable[..., tuple[Tensor, ...]]:
     return ema
 
 
-_REDUCTIONS = ("abs_max", "min_max", "fake_quantize_per_batch", "learned_fake_quantize_backward")
+_REDUCTIONS = ("abs_max", "min_max", "fake_quantize_per_batch", "quantize_per_batch", "learned_fake_quantize_backward")
 
 _KERNELS: dict[str, Callable[[Signature], Callable[..., Any]]] = {
     "fake_quantize": _forward,
     "fake_quantize_backward": _fake_quantize_backward,
     "fake_quantize_per_batch": _per_batch,
+    "quantize_per_batch": lambda signature: _per_batch(signature, torch.int8),
+    "gradient_bits": _gradient_bits,
     "learned_fake_quantize": _forward,
     "learned_fake_quantize_backward": _learned_backward,
     "quantize": _quantize,

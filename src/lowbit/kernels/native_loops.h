@@ -238,6 +238,56 @@ static void NAME(map_range)(const Call *c, int64_t from, int64_t to) {
     }
 }
 
+/* bit i of y: whether the rule, one of those that only clip, passes a gradient to x[i]; ``from`` starts a byte */
+static void NAME(bits_range)(const Call *c, int64_t from, int64_t to) {
+    ALIGNED M yb[BLOCK], ones[BLOCK], xb[BLOCK];
+    NAME(Params) p;
+    NAME(start)(&p, c);
+    NAME(set)(ones, 1, BLOCK);
+    for (int64_t i = from; i < to; i += BLOCK) {
+        int64_t n = to - i < BLOCK ? to - i : BLOCK;
+        const M *x = NAME(view)(xb, c->x, c->x_type, i, n);
+        ALIGNED uint8_t passed[BLOCK];
+        NAME(spread)(&p, c, i, n);
+        if (c->map == MAP_in_range)
+            NAME(in_range_block)(yb, ones, x, &p, n, (M)c->quant_min, (M)c->quant_max);
+        else
+            NAME(clipped_identity_block)(yb, ones, x, &p, n, (M)c->quant_min, (M)c->quant_max);
+        for (int64_t j = 0; j < n; j++) passed[j] = yb[j] != 0;
+        for (int64_t j = n; j % 8; j++) passed[j] = 0;
+        for (int64_t j = 0; j < n; j += 8) {
+            unsigned byte = 0;
+            for (int k = 0; k < 8; k++) byte |= (unsigned)passed[j + k] << k;
+            ((uint8_t *)c->y)[(i + j) / 8] = (uint8_t)byte;
+        }
+    }
+}
+
+/* ---- the values of sums of products of codes ---- */
+
+static void NAME(scale_rows)(const Sums *c, int64_t from, int64_t to) {
+    ALIGNED M yb[BLOCK], scales[BLOCK];
+    const M *x_scale = c->x_scale, *w_scale = c->w_scale, *bias = c->bias;
+    for (int64_t row = from; row < to; row++) {
+        M s = x_scale[c->scale_by_row ? row : 0];
+        int32_t z = c->zero_point ? c->zero_point[c->zero_by_row ? row : 0] : 0;
+        for (int64_t j = 0; j < c->columns; j += BLOCK) {
+            int64_t n = c->columns - j < BLOCK ? c->columns - j : BLOCK, at = row * c->columns + j;
+            const int32_t *restrict sums = c->sums + at, *restrict column = c->zero_point ? c->column_sums + j : 0;
+            M *restrict y = c->y_type == M_TYPE ? (M *)c->y + at : yb;
+            const M *restrict w = c->scale_by_column ? w_scale + j : scales;
+            if (!c->scale_by_column) NAME(set)(scales, *w_scale, n);
+            if (column)
+                for (int64_t i = 0; i < n; i++) y[i] = (M)(sums[i] - z * column[i]) * (s * w[i]);
+            else
+                for (int64_t i = 0; i < n; i++) y[i] = (M)sums[i] * (s * w[i]);
+            if (bias)
+                for (int64_t i = 0; i < n; i++) y[i] = y[i] + bias[j + i];
+            if (y == yb) NAME(store)(c->y, c->y_type, at, yb, n);
+        }
+    }
+}
+
 /* ---- reductions: each lane in its own order, so that no instruction set changes the sum ---- */
 
 #define ADD(a, b) ((a) + (b))

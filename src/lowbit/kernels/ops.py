@@ -29,6 +29,8 @@ OPS: dict[str, Op] = {
     "fake_quantize": Op(_X + PARAMS, records=("grid", "per")),
     "fake_quantize_backward": Op(_GRAD + PARAMS, records=("grid", "per", "ste")),
     "fake_quantize_per_batch": Op(_X, records=("grid", "per")),
+    "quantize_per_batch": Op(_X, records=("grid", "per")),
+    "gradient_bits": Op(_X + PARAMS, records=("grid", "per", "ste")),
     "learned_fake_quantize": Op(_X + PARAMS, records=("grid", "per")),
     "learned_fake_quantize_backward": Op(_GRAD + PARAMS, records=("grid", "per", "ste"), sums=True),
     "quantize": Op(_X + PARAMS, records=("grid", "per")),

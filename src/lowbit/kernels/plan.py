@@ -256,6 +256,11 @@ def run(
     return plan.run(*args, **options)
 
 
+def runs_native(tensor: Tensor) -> bool:
+    """Whether native code runs on this tensor, for what is no op of a plan."""
+    return tensor.device.type == "cpu" and "native" in _candidates and not _absence("native")
+
+
 def settle(op: str, like: Tensor, grid: Grid, per: Granularity, ste: SteKind) -> tuple[Plan, Plan]:
     """The plans of an op and of its backward, for a tensor like this one, where neither is traced."""
     return _settle(op, like.shape, like.stride(), like.dtype, like.device, grid, per, ste, _candidates)

@@ -20,6 +20,7 @@ from lowbit.grid import Grid
 from lowbit.kernels.ops import OPS
 from lowbit.kernels.precision import math_dtype
 from lowbit.kernels.signature import Signature
+from lowbit.packing import pack
 from lowbit.scale import affine_params, symmetric_scale
 from lowbit.ste import SteKind
 
@@ -42,6 +43,8 @@ _TEMPORARIES = {
     "fake_quantize": 2,
     "fake_quantize_backward": 5,
     "fake_quantize_per_batch": 3,
+    "quantize_per_batch": 3,
+    "gradient_bits": 6,
     "learned_fake_quantize": 2,
     "learned_fake_quantize_backward": 8,
     "quantize": 2,
@@ -154,10 +157,31 @@ def fake_quantize_per_batch(
     x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """y, s, z = fake_quantize with the scale and zero point (None if symmetric) of x's own range"""
-    scale, zero_point = (
-        (symmetric_scale(abs_max(x, per=per), grid), None) if symmetric else affine_params(*min_max(x, per=per), grid)
-    )
+    scale, zero_point = _own_params(x, grid, per, symmetric=symmetric)
     return fake_quantize(x, scale, zero_point, grid=grid, per=per), scale, zero_point
+
+
+def quantize_per_batch(
+    x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """q, s, z = the int8 codes of x with the scale and zero point (None if symmetric) of x's own range"""
+    scale, zero_point = _own_params(x, grid, per, symmetric=symmetric)
+    return quantize(x, scale, zero_point, grid=grid, per=per, dtype=torch.int8), scale, zero_point
+
+
+def _own_params(x: Tensor, grid: Grid, per: Granularity, *, symmetric: bool) -> tuple[Tensor, Tensor | None]:
+    if symmetric:
+        return symmetric_scale(abs_max(x, per=per), grid), None
+    return affine_params(*min_max(x, per=per), grid)
+
+
+def gradient_bits(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, grid: Grid, per: Granularity, ste: SteKind
+) -> Tensor:
+    """Whether the rule, one that only clips, passes a gradient to each x: a bit each, the lowest of a byte first"""
+    ones = torch.ones_like(x, memory_format=torch.contiguous_format)
+    passed = fake_quantize_backward(ones, x, scale, zero_point, grid=grid, per=per, ste=ste)
+    return pack((passed != 0).to(torch.int32), 1)
 
 
 # The forward of a learned scale is the same formula; only its backward differs.

@@ -10,6 +10,7 @@ from torch import nn
 from lowbit.nn.attention import AttentionLayer
 from lowbit.nn.layer import Quantized, QuantLayer
 from lowbit.nn.layers import LookUpLayer, TransposedLayer, WeightlessLayer
+from lowbit.nn.linear import LinearLayer
 from lowbit.nn.recurrent import RecurrentCell, RecurrentLayer
 
 ATTENTION_INPUTS = ("query_quantizer", "key_quantizer", "value_quantizer")
@@ -49,7 +50,7 @@ class Family(NamedTuple):
     folds: bool = False
 
 
-_LINEAR = Family(QuantLayer, "rows", folds=True)
+_LINEAR = Family(LinearLayer, "rows", folds=True)
 _CONVOLUTION = Family(QuantLayer, "images", folds=True)
 _TRANSPOSED = Family(TransposedLayer, "images", folds=True)
 _LOOK_UP = Family(LookUpLayer, "indices", _nothing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lowbit.nn.layer import QuantLayer
+from lowbit.nn.linear import LinearLayer
 
 
 class TransposedLayer(QuantLayer):
@@ -25,7 +26,7 @@ class WeightlessLayer(QuantLayer):
     has_weight = False
 
 
-class QuantLinear(QuantLayer, nn.Linear):
+class QuantLinear(LinearLayer, nn.Linear):
     """y = q_in(x) @ q_w(w)^T + b"""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowbit.functional.linear import Coded
 from lowbit.nn.coded import CodedWeight
 from lowbit.nn.context import Context, Edge
 from lowbit.nn.swap import remove
@@ -94,6 +95,13 @@ class Slotted(nn.Module):
         if slot in self._edges:
             return self._edges[slot].quantize(x, leads=self._modules.get(slot) is not None)
         return quantizer(x)
+
+    def code(self, slot: str, x: Tensor) -> Coded:
+        """The codes of x by the quantizer of this slot, which gives codes."""
+        if slot in self._edges:
+            return self._edges[slot].code(x, leads=self._modules.get(slot) is not None)
+        coded: Coded = self.quantizer(slot).code(x)
+        return coded
 
     def quantize_weight(self, slot: str, weight: Tensor, output_axis: int) -> Tensor:
         """The quantized weight; scales of groups run over it as one row for each output."""

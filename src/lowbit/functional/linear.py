@@ -1,0 +1,168 @@
+"""Linear layers on integer products: codes in, sums in int32, values out; and the gradients of the same in float."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit.functional.apply import apply
+from lowbit.granularity import Granularity
+from lowbit.grid import Grid
+from lowbit.kernels import native, plan
+from lowbit.kernels.products import scaled_product
+from lowbit.packing import unpack
+from lowbit.ste import SteKind
+
+# A rule whose gradient is g or 0 keeps a bit for each element; the others would keep x itself.
+RULES = (SteKind.IDENTITY, SteKind.CLIPPED_IDENTITY, SteKind.IN_RANGE)
+
+
+class Coded(NamedTuple):
+    """A quantized tensor as int8 codes: its values are (q - z) * s
+
+    ``carrier`` has the tensor's shape and dtype and no memory: no value is ever read from it. It is where a gradient of
+    the values goes, which then follows the quantizer's rule.
+    """
+
+    carrier: Tensor
+    q: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    per: Granularity
+
+    def values(self) -> Tensor:
+        """y = (q - z) * s"""
+        y: Tensor = apply(_Decode, self.carrier, self.q, self.scale, self.zero_point, self.per)
+        return y
+
+
+def _carrier(x: Tensor) -> Tensor:
+    return x.new_zeros(()).expand(x.shape)
+
+
+def _decode(q: Tensor, scale: Tensor, zero_point: Tensor | None, per: Granularity, dtype: torch.dtype) -> Tensor:
+    y: Tensor = plan.run("dequantize", q, q, scale, zero_point, per=per, dtype=dtype)
+    return y
+
+
+class _Code(torch.autograd.Function):
+    """q = clamp(round(x / s) + z, quant_min, quant_max);  dx = the rule's, of what comes to the carrier"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, grid: Grid, per: Granularity, ste: SteKind
+    ) -> tuple[Tensor, Tensor]:
+        q = plan.run("quantize", x, x, scale, zero_point, grid=grid, per=per, dtype=torch.int8)
+        ctx.shape, ctx.clips = x.shape, ste is not SteKind.IDENTITY and ctx.needs_input_grad[0]
+        if ctx.clips:
+            bits = plan.run("gradient_bits", x, x, scale, zero_point, grid=grid, per=per, ste=ste)
+            ctx.save_for_backward(bits)
+        ctx.mark_non_differentiable(q)
+        return _carrier(x), q
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        if not ctx.clips:
+            return grad_output, None, None, None, None, None
+        (bits,) = ctx.saved_tensors
+        if not torch.is_grad_enabled() and plan.runs_native(grad_output):
+            return native.select(grad_output, bits), None, None, None, None, None
+        passed = unpack(bits, 1, torch.uint8, ctx.shape).to(torch.bool)
+        return torch.where(passed, grad_output, 0.0), None, None, None, None, None
+
+
+class _CodePerBatch(torch.autograd.Function):
+    """The same with the scale of x's own range, which clips nothing: dx = g"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, grid: Grid, per: Granularity, symmetric: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        q, scale, zero_point = plan.run("quantize_per_batch", x, x, grid=grid, per=per, symmetric=symmetric)
+        found = [tensor for tensor in (q, scale, zero_point) if tensor is not None]
+        ctx.mark_non_differentiable(*found)
+        return _carrier(x), q, scale, zero_point
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return grad_output, None, None, None
+
+
+class _Decode(torch.autograd.Function):
+    """y = (q - z) * s;  the carrier's gradient = g"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, carrier: Tensor, q: Tensor, scale: Tensor, zero_point: Tensor | None, per: Granularity
+    ) -> Tensor:
+        return _decode(q, scale, zero_point, per, carrier.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_output, None, None, None, None
+
+
+class _Linear(torch.autograd.Function):
+    """y = x @ w^T + b;  dx = g @ w, dw = g^T @ x, db = sum g, of the values of x and w"""
+
+    @staticmethod
+    def forward(ctx: Any, x_carrier: Tensor, w_carrier: Tensor, bias: Tensor | None, *codes: Any) -> Tensor:
+        q_x, x_scale, zero_point, x_per, q_w, w_scale, w_per = codes
+        ctx.pers = x_per, w_per
+        ctx.save_for_backward(x_carrier, w_carrier, q_x, x_scale, zero_point, q_w, w_scale)
+        zero_point = None if zero_point is None else _by_row(zero_point)
+        rows, scales = q_x.view(-1, q_x.shape[-1]), (_by_row(x_scale), _by_row(w_scale))
+        y = scaled_product(rows, q_w, *scales, zero_point, bias, dtype=x_carrier.dtype)
+        return y.view(*q_x.shape[:-1], q_w.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x_carrier, w_carrier, q_x, x_scale, zero_point, q_w, w_scale = ctx.saved_tensors
+        x = Coded(x_carrier, q_x, x_scale, zero_point, ctx.pers[0])
+        w = Coded(w_carrier, q_w, w_scale, None, ctx.pers[1])
+        wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
+        g = grad_output.reshape(-1, grad_output.shape[-1])
+        dx = dw = db = None
+        if wants_x:
+            dx = (g @ w.values()).view(x.q.shape)
+        if wants_w:
+            dw = g.t() @ x.values().reshape(-1, x.q.shape[-1])
+        if wants_bias:
+            db = g.sum(0)
+        return dx, dw, db, *[None] * 7
+
+
+def _by_row(values: Tensor) -> Tensor:
+    """One number, or one for each row."""
+    return values.reshape(-1) if values.dim() else values
+
+
+def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per: Granularity, ste: SteKind) -> Coded:
+    """The codes of x, in int8: those of an unsigned grid of 8 bits, and their zero point, are 128 less"""
+    x = x.contiguous()
+    if not grid.signed and grid.bits == 8:
+        shift = torch.full((), 128, dtype=torch.int32, device=x.device)
+        zero_point = -shift.expand(scale.shape) if zero_point is None else zero_point - shift
+        grid = Grid(8)
+    carrier, q = apply(_Code, x, scale, zero_point, grid, per, ste)
+    return Coded(carrier, q, scale, zero_point, per)
+
+
+def code_per_batch(x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool) -> Coded:
+    """The codes of x with the scale of its own range, for a grid whose codes fit int8"""
+    carrier, q, scale, zero_point = apply(_CodePerBatch, x.contiguous(), grid, per, symmetric)
+    return Coded(carrier, q, scale, zero_point, per)
+
+
+def integer_linear(x: Coded, w: Coded, bias: Tensor | None = None) -> Tensor:
+    """y = float(sum_k (q_x - z_x) * q_w) * (s_x * s_w) + b
+
+    The sum is exact; the rest is in float32 (float64 for float64), rounded to the dtype of x at the end. x has one
+    scale or one for each row, w one or one for each output, and no zero point. dx, dw and db are those of F.linear at
+    the values of x and w, which are made of the codes again when the backward needs them: only codes are kept.
+    """
+    codes = x.q, x.scale, x.zero_point, x.per, w.q, w.scale, w.per
+    y: Tensor = apply(_Linear, x.carrier, w.carrier, bias, *codes)
+    return y

@@ -1,0 +1,179 @@
+"""Linear layers on integer products: the sums written out in int64, the gradients in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import inputs
+from compare import assert_same_bits
+from lowbit import Grid, PerChannel, PerTensor, PerToken, SteKind
+from lowbit.functional import fake_quantize, fake_quantize_backward
+from lowbit.functional.linear import Coded, code, code_per_batch, integer_linear
+from lowbit.kernels import plan
+from oracle import group_index
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NARROW = Grid(8, narrow=True)
+
+
+def fixed(grid: Grid, per: object, *, affine: bool, ste: SteKind = SteKind.CLIPPED_IDENTITY) -> Callable[..., Coded]:
+    """A quantizer that clips some of what it takes."""
+
+    def quantize(x: Tensor) -> Coded:
+        scale, zero_point = inputs.params(x, per, grid, affine=affine)
+        return code(x, scale * 0.7, zero_point, grid=grid, per=per, ste=ste)
+
+    return quantize
+
+
+QUANTIZERS: dict[str, Callable[[Tensor], Coded]] = {
+    "token": lambda x: code_per_batch(x, grid=Grid(8), per=PerToken(), symmetric=True),
+    "token, affine": lambda x: code_per_batch(x, grid=Grid(7, signed=False), per=PerToken(), symmetric=False),
+    "tensor": lambda x: code_per_batch(x, grid=Grid(4), per=PerTensor(), symmetric=True),
+    "clipped": fixed(Grid(8), PerTensor(), affine=False),
+    "in range": fixed(Grid(3), PerTensor(), affine=False, ste=SteKind.IN_RANGE),
+    "unsigned": fixed(Grid(8, signed=False), PerTensor(), affine=False),
+    "affine": fixed(Grid(8, signed=False), PerTensor(), affine=True),
+    "2 bits": fixed(Grid(2, signed=False), PerTensor(), affine=False),
+    "rows, affine": fixed(Grid(8, signed=False), PerToken(), affine=True),
+}
+WEIGHTS: dict[str, Callable[[Tensor], Coded]] = {
+    "channels": lambda w: code_per_batch(w, grid=NARROW, per=PerChannel(0), symmetric=True),
+    "tensor": lambda w: code_per_batch(w, grid=NARROW, per=PerTensor(), symmetric=True),
+    "ternary": fixed(Grid(2, narrow=True), PerTensor(), affine=False, ste=SteKind.IDENTITY),
+}
+SHAPES = [((6, 16), 8), ((2, 3, 5), 7), ((1, 8), 4), ((40, 24), 1), ((9,), 3), ((0, 8), 4), ((3, 1), 2)]
+
+
+def data(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return inputs.random(shape, seed=seed).to(dtype).requires_grad_()
+
+
+def spread(values: Tensor | None, coded: Coded) -> Tensor:
+    if values is None:
+        return torch.zeros(())
+    return values.reshape(-1)[group_index(tuple(coded.q.shape), coded.per)]
+
+
+def write_out(x: Coded, w: Coded, bias: Tensor | None) -> Tensor:
+    """y = float(sum (q_x - z_x) * q_w) * (s_x * s_w) + b"""
+    sums = (x.q.long() - spread(x.zero_point, x).long()) @ w.q.long().t()
+    dtype = x.carrier.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    scales = (spread(part.scale, part)[..., :1].to(wide) for part in (x, w))
+    x_scale, w_scale = (scale.detach() for scale in scales)
+    y = sums.to(wide) * (x_scale * w_scale.t().view(-1))
+    return (y if bias is None else y + bias.detach().to(wide)).to(dtype)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_values_are_the_sums_scaled_in_one_order(
+    dtype: torch.dtype, name: str, weight: str, device: torch.device
+) -> None:
+    for (*rows, width), outputs in SHAPES[:-2]:
+        x, w = data((*rows, width), dtype).to(device), data((outputs, width), dtype, seed=1).to(device)
+        for bias in (None, data((outputs,), dtype, seed=2).to(device)):
+            coded = QUANTIZERS[name](x), WEIGHTS[weight](w)
+            y = integer_linear(*coded, bias)
+            assert y.device == x.device
+            assert_same_bits(y, write_out(*coded, bias))
+
+
+@pytest.mark.parametrize(("shape", "outputs"), SHAPES)
+def test_shapes(shape: tuple[int, ...], outputs: int, device: torch.device) -> None:
+    x, w = data(shape).to(device), data((outputs, shape[-1]), seed=1).to(device)
+    y = integer_linear(QUANTIZERS["affine"](x), WEIGHTS["channels"](w))
+    assert y.shape == (*shape[:-1], outputs)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_values_of_codes_are_those_of_fake_quantize(name: str, device: torch.device) -> None:
+    grids = {"clipped": Grid(8), "unsigned": Grid(8, signed=False), "affine": Grid(8, signed=False)}
+    x = data((5, 24)).to(device)
+    coded = QUANTIZERS[name](x)
+    assert coded.carrier.untyped_storage().nbytes() == x.element_size()
+    assert coded.q.dtype == torch.int8
+    if name in grids:
+        scale, zero_point = inputs.params(x, PerTensor(), grids[name], affine=name == "affine")
+        assert_same_bits(coded.values(), fake_quantize(x, scale * 0.7, zero_point, grid=grids[name]).detach())
+    wanted = (coded.q.double() - spread(coded.zero_point, coded)) * spread(coded.scale, coded).double()
+    torch.testing.assert_close(coded.values().double(), wanted, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ["token", "clipped", "in range", "affine"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients(dtype: torch.dtype, name: str, device: torch.device) -> None:
+    """dx = rule(g @ w), dw = g^T @ x, db = sum g, at the quantized values, in float64"""
+    x, w, b = data((2, 7, 24), dtype).to(device), data((5, 24), dtype, seed=1).to(device), data((5,), dtype, seed=2)
+    b = b.to(device)
+    leaves = [tensor.detach().requires_grad_() for tensor in (x, w, b)]
+    coded = QUANTIZERS[name](leaves[0]), WEIGHTS["channels"](leaves[1])
+    y = integer_linear(*coded, leaves[2])
+    g = inputs.random(tuple(y.shape), seed=3).to(dtype).to(device)
+    dx, dw, db = torch.autograd.grad(y, leaves, g)
+    x_hat, w_hat = (part.values().detach().double() for part in coded)
+    wide = g.double()
+    wanted = wide @ w_hat
+    if name in ("clipped", "in range", "affine"):
+        grid = {"clipped": Grid(8), "in range": Grid(3), "affine": Grid(8, signed=False)}[name]
+        ste = SteKind.IN_RANGE if name == "in range" else SteKind.CLIPPED_IDENTITY
+        scale, zero_point = inputs.params(x.detach(), PerTensor(), grid, affine=name == "affine")
+        passed = fake_quantize_backward(torch.ones_like(x), x.detach(), scale * 0.7, zero_point, grid=grid, ste=ste)
+        assert 0 < int((passed == 0).sum()) < x.numel()
+        wanted = wanted * passed
+        assert not dx[passed == 0].any()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(dx.double(), wanted, rtol=8 * eps, atol=32 * eps)
+    torch.testing.assert_close(dw.double(), wide.flatten(0, 1).t() @ x_hat.flatten(0, 1), rtol=8 * eps, atol=64 * eps)
+    torch.testing.assert_close(db.double(), wide.sum((0, 1)), rtol=8 * eps, atol=16 * eps)
+
+
+def test_a_second_derivative_is_that_of_the_values(device: torch.device) -> None:
+    leaves = [data(shape, seed=i).detach().to(device).requires_grad_() for i, shape in enumerate([(6, 8), (4, 8)])]
+
+    def penalty(y: Tensor) -> list[Tensor]:
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(part.square().sum() for part in first), leaves))
+
+    coded = QUANTIZERS["clipped"](leaves[0]), WEIGHTS["channels"](leaves[1])
+    scale, _ = inputs.params(leaves[0], PerTensor(), Grid(8), affine=False)
+    x_hat = fake_quantize(leaves[0], (scale * 0.7).detach(), grid=Grid(8))
+    w_hat = fake_quantize(leaves[1], coded[1].scale, grid=NARROW, per=PerChannel(0), ste=SteKind.IDENTITY)
+    for got, wanted in zip(penalty(integer_linear(*coded)), penalty(F.linear(x_hat, w_hat)), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("token", 0), ("clipped", 1)])
+def test_codes_scales_and_clip_bits_are_all_that_is_kept(name: str, bits: int) -> None:
+    x, w = data((64, 96)), data((32, 96), seed=1)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        integer_linear(QUANTIZERS[name](x), WEIGHTS["channels"](w))
+    scales = 4 * (64 if name == "token" else 1) + 4 * 32
+    carriers = 2 * 4
+    assert sum(kept.values()) == 64 * 96 + 32 * 96 + scales + carriers + bits * 64 * 96 // 8
+
+
+@pytest.mark.parametrize("ste", [SteKind.CLIPPED_IDENTITY, SteKind.IN_RANGE])
+@pytest.mark.parametrize("elements", [1, 7, 8, 1023, 1025, 40_001])
+def test_bits_of_native_kernels(elements: int, ste: SteKind) -> None:
+    x, scale = torch.randn(elements), torch.tensor(0.01)
+    found = {}
+    for backend in ("native", "reference"):
+        with plan.prefer(backend):
+            found[backend] = plan.run("gradient_bits", x, x, scale, None, grid=Grid(8), ste=ste)
+    assert torch.equal(found["native"], found["reference"])
+    assert int(found["native"].count_nonzero()) > 0 or elements == 1
