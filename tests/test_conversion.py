@@ -43,7 +43,13 @@ def weights(model: nn.Module) -> list[CodedWeight]:
     return [module for module in model.modules() if isinstance(module, CodedWeight)]
 
 
-case_of = functools.cache(lambda name: networks.ALL[name]())
+@functools.cache
+def case_of(name: str) -> networks.Case:
+    case = networks.ALL[name]()
+    if name == "minilm":  # half of its weights are words; as files, in tests/export, it has them all
+        case.model.resize_token_embeddings(2000)
+        case.batch["input_ids"] %= 2000
+    return case
 
 
 SLOW = {"efficientnet": ("w8a8", "w4a8", "w2a2"), "minilm": ("w8a8", "w4a8", "dorefa")}
@@ -270,7 +276,7 @@ class TestLife:
         assert holders
         for holder in holders:
             assert not holder._context.owners
-            assert all(edge.source is None and edge.result is None for edge in holder._context.edges)
+            assert all(edge.source is edge.values is edge.codes is None for edge in holder._context.edges)
 
 
 def in_half(batch: Any) -> Any:

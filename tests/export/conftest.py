@@ -1,4 +1,6 @@
-"""One registry of torch's ONNX functions for all exports of a session: torch builds it anew, in half a second."""
+"""One registry of torch's ONNX functions for all exports of a session, and one list of its ops: torch builds both anew,
+in half a second.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,13 @@ import functools
 from collections.abc import Iterator
 
 import pytest
+import torch._export.utils as exporting
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 
 @pytest.fixture(scope="session", autouse=True)
 def registry() -> Iterator[None]:
-    build = functools.cache(ONNXRegistry.from_torchlib)
+    build, ops = functools.cache(ONNXRegistry.from_torchlib), exporting._collect_all_valid_cia_ops_for_namespace
 
     def from_torchlib(opset_version: int) -> ONNXRegistry:
         found = copy.copy(build(opset_version))
@@ -22,4 +25,5 @@ def registry() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
+        patch.setattr(exporting, ops.__name__, functools.cache(ops))
         yield

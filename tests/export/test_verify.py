@@ -690,27 +690,53 @@ def test_a_long_table_shows_what_differs() -> None:
     assert not any("without a difference" in row for row in few)
 
 
+def small(*differing: int) -> list[Line]:
+    """Tensors of five codes."""
+    return [
+        Line(f"small {number}", "float32", 8, 1, Codes(5, count, min(count, 1)), Codes(5, count, min(count, 1)), False)
+        for number, count in enumerate(differing)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("tensor", "ok"),
+    ("tensors", "bad"),
     [
-        (line(), True),
-        (line(differing=10, largest=1), True),
-        (line(differing=11, largest=1), False),
-        (line(differing=1, largest=2), False),
-        (line(differing=1, largest=1, exact=True), False),
-        (line(differing=2560, largest=1, bits=16), True),
-        (line(differing=2561, largest=1, bits=16), False),
-        (line(differing=10_000, largest=1, dtype="float16"), True),
-        (line(differing=10_001, largest=1, dtype="float16"), False),
-        (line(differing=100_000, largest=1, bits=16, dtype="float16"), True),
-        (Line("small", "float32", 8, 1, Codes(5, 1, 1), Codes(5, 1, 1), False), True),
-        (Line("small", "float32", 8, 1, Codes(5, 2, 1), Codes(5, 2, 1), False), False),
-        (Line("free only", "float32", 8, 1, Codes(5, 5, 9), Codes(5, 0, 0), True), True),
+        ([line()], []),
+        ([line(differing=10, largest=1)], []),
+        ([line(differing=11, largest=1)], ["x"]),
+        ([line(differing=1, largest=2)], ["x"]),
+        ([line(differing=1, largest=1, exact=True)], ["x"]),
+        ([line(differing=2560, largest=1, bits=16)], []),
+        ([line(differing=2561, largest=1, bits=16)], ["x"]),
+        ([line(differing=10_000, largest=1, dtype="float16")], []),
+        ([line(differing=10_001, largest=1, dtype="float16")], ["x"]),
+        ([line(differing=100_000, largest=1, bits=16, dtype="float16")], []),
+        (small(1), []),
+        (small(2), ["small 0"]),
+        ([Line("free only", "float32", 8, 1, Codes(5, 5, 9), Codes(5, 0, 0), True)], []),
+        # One share for all codes together, whichever tensors they are of.
+        ([line("a"), line("b", differing=20, largest=1)], []),
+        ([line("a"), line("b", differing=21, largest=1)], ["b"]),
+        ([line("a", differing=9, largest=1), line("b", differing=12, largest=1)], ["b"]),
+        ([line("a"), *small(5, 5)], []),
+        (small(0, 1, 1), ["small 1", "small 2"]),
+        # But not for a larger step, for what is exact, or with codes of finer grids.
+        ([line("a"), line("b", differing=1, largest=2)], ["b"]),
+        ([line("a"), line("b", differing=1, largest=1, exact=True)], ["b"]),
+        ([line("a", bits=16), line("b", differing=11, largest=1)], ["b"]),
     ],
 )
-def test_the_rule_for_codes(tensor: Line, ok: bool) -> None:
-    assert tensor.ok is ok
-    assert report_of(tensors=(tensor,)).ok is ok
+def test_the_rule_for_codes(tensors: list[Line], bad: list[str]) -> None:
+    report = report_of(tensors=tuple(tensors))
+    assert report.ok is (not bad)
+    assert [row.split("  ")[0] for row in str(report).splitlines() if row.endswith("<-")] == bad
+
+
+def test_the_share_of_each_tensor_is_told() -> None:
+    report = report_of(tensors=(line("a"), line("b", differing=20, largest=1)))
+    assert report.ok
+    assert [tensor["alone"]["share"] for tensor in report.to_dict()["tensors"]] == [0.0, 2e-4]
+    assert "0.02 %" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -762,6 +788,33 @@ def test_comparisons_of_values_can_fail() -> None:
     nudged = compare_values(np.nextafter(a, np.float32(9)), a)
     assert (nudged.differing, nudged.agreement) == (4, 1.0)
     assert 130 < nudged.decibels < 160
+
+
+def test_sums_that_cancel_are_as_close_as_their_terms() -> None:
+    """s + s - 2 s is 0 in one order, and with a product that is not rounded it is not."""
+    a, b = np.asarray([[3e-8, 0.0]], np.float32), np.zeros((1, 2), np.float32)
+    assert compare_values(a, b).relative == math.inf
+    assert compare_values(a, b, terms=0.5).relative == pytest.approx(6e-8)
+    assert compare_values(a, b + 2, terms=0.5).relative == 1.0
+    assert compare_values(a, b, terms=0.5).agreement == 1.0
+
+
+def test_the_terms_of_a_layer(exported: Exports) -> None:
+    """The largest input, quantized, times the largest weight; products of integers have no need of them."""
+    model, batch = exported.model("mlp")
+    converted: Any = lowbit.convert(model, "float")
+    wide = batch.clone()
+    wide[0, 0], wide[1, 1] = 1e30, math.inf
+    with recording(converted) as run, torch.no_grad():
+        converted(wide)
+        largest = converted[0].input_quantizer(wide).abs().max() * converted[0].weight_quantizer().abs().max()
+    assert list(run.terms) == ["0", "2", "4"]
+    assert run.terms["0"] == pytest.approx(float(largest))
+    assert run.terms["0"] < 100
+    converted = lowbit.convert(model)
+    with recording(converted) as run, torch.no_grad():
+        converted(batch)
+    assert run.terms == {}
 
 
 def test_two_values_that_only_the_order_of_a_sum_tells_apart() -> None:

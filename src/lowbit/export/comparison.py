@@ -12,7 +12,7 @@ from torch import nn
 
 from lowbit.export.recording import Call, Given, Recording
 from lowbit.export.runtime import Arrays, File
-from lowbit.export.verification import Codes, Layer, Optimised, Output, Tensor, Values
+from lowbit.export.verification import Codes, Layer, Optimised, Output, Tensor, Values, breaking
 from lowbit.nn.layer import QuantLayer
 
 # Of each call of a quantizer, by name and number, the value of the file that holds its codes.
@@ -29,15 +29,18 @@ def compare_codes(actual: Any, expected: Any) -> Codes:
     return Codes(steps.size, int(np.count_nonzero(steps)), int(steps.max(initial=0)))
 
 
-def compare_values(actual: Any, expected: Any) -> Values:
-    """How two arrays of values differ; where only one has NaN, by infinity"""
+def compare_values(actual: Any, expected: Any, terms: float = 0.0) -> Values:
+    """How two arrays of values differ; where only one has NaN, by infinity
+
+    ``terms``: the values are sums of terms that may be as large as this, though they cancel.
+    """
     a, b = actual.astype(np.float64), expected.astype(np.float64)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
         noise = np.where(same, 0.0, a - b)
     noise = np.abs(np.where(np.isnan(noise), np.inf, noise))
     finite = np.abs(b[np.isfinite(b)])
-    largest, reach = float(noise.max(initial=0.0)), float(finite.max(initial=0.0))
+    largest, reach = float(noise.max(initial=0.0)), float(finite.max(initial=terms))
     relative = 0.0 if largest == 0 else largest / reach if reach else math.inf
     decibels = _decibels(float(np.square(finite).sum()), float(np.square(noise).sum()))
     rows = np.issubdtype(expected.dtype, np.floating) and b.ndim > 0 and b.size > 0
@@ -214,14 +217,15 @@ def layers(
             skipped[path] = f"which is {both[0]}, while its last node in the file gives {both[1]}"
         else:
             exact = path in run.integer and file.is_exact(values[path])
-            lines.append(Layer(path, ours.dtype.name, compare_values(theirs, ours), exact))
+            values_of = compare_values(theirs, ours, run.terms.get(path, 0.0))
+            lines.append(Layer(path, ours.dtype.name, values_of, exact))
     return tuple(lines), skipped
 
 
 def outputs(
-    free: Sequence[Any], alone: Sequence[Any], file: File, arrays: Arrays
+    free: Sequence[Any], alone: Sequence[Any], file: File, arrays: Arrays, terms: Mapping[str, float]
 ) -> tuple[tuple[Output, ...], list[str]]:
-    """One line for each output, and in words what only one of both has"""
+    """One line for each output, and in words what only one of both has; ``terms`` of those that a layer gives"""
     missing = []
     if len(free) != len(file.outputs):
         missing.append(f"the model has {len(free)} outputs, the file {len(file.outputs)}")
@@ -233,8 +237,8 @@ def outputs(
             missing.append(f"output {name} is {both}")
             continue
         exact = file.style == "integer" and file.is_exact(name)
-        compared = compare_values(theirs, ours), compare_values(theirs, ours_alone)
-        lines.append(Output(name, ours.dtype.name, *compared, exact=exact))
+        freely, by_codes = (compare_values(theirs, each, terms.get(name, 0.0)) for each in (ours, ours_alone))
+        lines.append(Output(name, ours.dtype.name, freely, by_codes, exact))
     return tuple(lines), missing
 
 
@@ -245,11 +249,11 @@ def first(
     layers: Sequence[Layer],
     outputs: Sequence[Output],
 ) -> str:
-    """Where the two part: the first quantizer, layer or output that is not ok though all codes before it are equal
+    """Where the two part: the first quantizer, layer or output that breaks the rule though all codes before are equal
 
     Else the first quantizer whose codes differ though all before are equal; else the first in the free run.
     """
-    bad = {tensor.name for tensor in tensors if not tensor.ok}
+    bad = {tensor.name for tensor in breaking(tensors)}
     bad_layers = {layer.path for layer in layers if not layer.ok}
     for event in run.events:
         if isinstance(event, str):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import os
-import re
+import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -213,20 +213,30 @@ def _check_batch(program: Any) -> None:
     bounds = None if isinstance(batch, int) else program.range_constraints.get(batch.node.expr)
     if bounds is None:
         raise _BatchError(f"the model runs only with a batch of {int(batch)}, which its forward makes a constant")
-    if bounds.lower > 2 or bounds.upper < 2**62:  # the exporter takes no batch for one of 1, or of none
-        raise _BatchError(f"the model does otherwise with batches outside of {bounds.lower} to {bounds.upper}")
+    # The exporter takes no batch for one of 1, or of none.
+    where = [f"below {bounds.lower}"] if bounds.lower > 2 else []
+    where += [f"above {bounds.upper}"] if bounds.upper < 2**62 else []
+    if where:
+        raise _BatchError(f"the model does otherwise with batches {' and '.join(where)}")
 
 
 def _reason(error: BaseException) -> str:
     """The first line of what went wrong first, and the line of the model where it did"""
-    where = re.search(r'File ".*", line \d+, in \w+\n\s*(.*)', str(error))
+    lines = _model_lines(error)
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip().partition("\n")[0]
-    return f"{text} (in {where[1]!r})" if where else text
+    return f"{text} (in {lines[-1]!r})" if lines else text
 
 
-@contextmanager
+def _model_lines(error: BaseException) -> list[str]:
+    """The lines of the user's code on the way to an error; torch tells the last line of all, which is ours"""
+    ours = [contextlib.__file__, *(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parent))]
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame.line for frame in frames if frame.line and not frame.filename.startswith((*ours, "<"))]
+
+
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """What the exporter says while it works is of its own affairs; what goes wrong, it raises."""
     loggers = [logging.getLogger(name) for name in ("torch", "onnxscript", "onnx_ir")]
@@ -247,7 +257,12 @@ def _write(proto: Any, path: Path) -> None:
     onnx = require("onnx", "onnx")
     if proto.ByteSize() >= _LARGEST:
         raise ValueError(f"{path}: the model takes {proto.ByteSize():,} bytes, and one ONNX file holds less than 2 GiB")
-    onnx.checker.check_model(proto, full_check=True)
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        opset = proto.opset_import[0].version
+        hint = "; a later opset, or model.float(), may do" if "unsupported type" in str(error) else ""
+        raise RuntimeError(f"ONNX has no model like this one in opset {opset}: {error}{hint}") from error
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         with draft.open("wb") as file:

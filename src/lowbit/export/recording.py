@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -58,14 +59,15 @@ class Call:
 class Recording:
     """A run: the calls of every quantizer, the output of every layer, and both in the order they came
 
-    ``integer`` are the paths of the layers that multiplied codes, ``times`` how often each layer ran; ``events`` holds
-    the calls, and the paths of the layers.
+    ``integer`` are the paths of the layers that multiplied codes, ``terms`` what the largest product that each of the
+    others added may be, ``times`` how often each layer ran; ``events`` holds the calls, and the paths of the layers.
     """
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     layers: dict[str, Tensor] = field(default_factory=dict)
     times: dict[str, int] = field(default_factory=dict)
     integer: set[str] = field(default_factory=set)
+    terms: dict[str, float] = field(default_factory=dict)
     events: list[Call | str] = field(default_factory=list)
 
 
@@ -82,7 +84,7 @@ def recording(model: nn.Module, given: Mapping[tuple[str, int], Given] | None = 
                 stack.callback(_restore, module, ("forward", "codes"))
                 _watch_quantizer(module, record, given or {})
             elif isinstance(module, QuantLayer):
-                stack.callback(module.register_forward_hook(_hook(path, record)).remove)
+                stack.callback(module.register_forward_hook(_hook(path, record), with_kwargs=True).remove)
                 if module.product is not None:
                     stack.callback(setattr, module, "product", module.product)
                     module.product = _watched(module.product, path, record)
@@ -141,14 +143,28 @@ def _given(call: Call, given: Mapping[tuple[str, int], Given]) -> Codes | None:
     return Codes(found.q.to(own.q.dtype), scale, zero_point)
 
 
-def _hook(path: str, record: Recording) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+def _hook(path: str, record: Recording) -> Callable[[Any, Any, Any, Any], None]:
+    def hook(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
         record.times[path] = record.times.get(path, 0) + 1
         if isinstance(output, Tensor):
             record.layers[path] = output.clone()  # what follows may change it in place
             record.events.append(path)
+            if path not in record.integer and layer.takes_activations:
+                with torch._C.DisableTorchFunction():  # noqa: SLF001 (no op of the module around it)
+                    record.terms[path] = _largest_term(layer, args, kwargs, record)
 
     return hook
+
+
+def _largest_term(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], record: Recording) -> float:
+    """max abs(x) * max abs(w): sums of such products are as exact as these are, even where they cancel"""
+    x, quantizer = args[0] if args else next(iter(kwargs.values())), layer.quantizer("input_quantizer")
+    if isinstance(quantizer, CodedActivation):
+        x = dequantize(*record.calls[quantizer.name][-1].codes, per=quantizer.per, dtype=x.dtype)
+    elif quantizer is not None:
+        x = quantizer(x)
+    factors = (x, layer.weight) if layer.has_weight else (x,)
+    return math.prod(float(factor.abs().nan_to_num(0.0, 0.0).max()) if factor.numel() else 0.0 for factor in factors)
 
 
 def _watched(product: Callable[..., Any], path: str, record: Recording) -> Callable[..., Any]:

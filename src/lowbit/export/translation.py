@@ -196,19 +196,53 @@ def average(
     count, divisor = math.prod(kernel), divisor_override
     if divisor is not None and ceil_mode:
         raise NotImplementedError("AveragePool has no divisor_override, and with ceil_mode its windows differ in size")
-    y = _in_batch(
-        x,
-        dims,
-        lambda batch: op.AveragePool(
-            batch,
-            kernel_shape=kernel,
-            strides=list(stride) or kernel,
-            pads=list(padding) * (2 * dims // len(padding)),
-            ceil_mode=int(ceil_mode),
-            count_include_pad=int(count_include_pad or divisor is not None),
-        ),
-    )
+    x, options = _windows(x, kernel, stride, padding, [1] * dims, ceil_mode)
+    options["count_include_pad"] = int(count_include_pad or divisor is not None)
+    y = _in_batch(x, dims, lambda batch: op.AveragePool(batch, **options))
     return y if divisor is None else op.Mul(y, op.CastLike(_constant(count / divisor, ir.DataType.FLOAT), y))
+
+
+def largest(
+    x: Any,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = (0,),
+    dilation: Any = (1,),
+    ceil_mode: bool = False,
+) -> Any:
+    """y = max of a window"""
+    dims = len(kernel_size)
+    gaps = list(dilation) * (dims // len(dilation))
+    x, options = _windows(x, list(kernel_size), stride, padding, gaps, ceil_mode)
+    return _in_batch(x, dims, lambda batch: op.MaxPool(batch, dilations=gaps, **options)[0])
+
+
+def _windows(
+    x: Any, kernel: list[int], stride: Any, padding: Any, dilation: list[int], ceil_mode: bool
+) -> tuple[Any, dict[str, Any]]:
+    """What a pooling operator is to take, and its windows
+
+    With ceil_mode torch leaves out a window that would begin in the padding behind, and ONNX does not: the padding, or
+    the input where there is none, is made shorter by what only such a window would take.
+    """
+    dims, step = len(kernel), list(stride) or kernel
+    begins, steps = (list(each) * (dims // len(each)) for each in (padding, step))
+    ends, sizes = list(begins), x.shape[-dims:]
+    for axis in range(dims if ceil_mode else 0):
+        size, begin, gap = sizes[axis], begins[axis], steps[axis]
+        count, rest = divmod(size + 2 * begin - dilation[axis] * (kernel[axis] - 1) - 1, gap)
+        if rest and (count + 1) * gap >= size + begin:
+            ends[axis] = max(begin - rest, 0)
+            if rest > begin:
+                x = _first(x, size + begin - rest, len(x.shape) - dims + axis)
+    return x, {"kernel_shape": kernel, "strides": steps, "pads": [*begins, *ends], "ceil_mode": int(ceil_mode)}
+
+
+def _first(x: Any, count: int, axis: int) -> Any:
+    """So many of an axis; the exporter works out neither the shape nor the type of it"""
+    y = op.Slice(x, *(op.Constant(value_ints=[place]) for place in (0, count, axis)))
+    y.shape, y.dtype = ir.Shape([count if i == axis else size for i, size in enumerate(x.shape)]), x.dtype
+    return y
 
 
 def average_to_size(x: Any, output_size: Any) -> Any:
@@ -269,7 +303,8 @@ TABLE: dict[Callable[..., Any], Callable[..., Any]] = {
     getattr(torch.ops.lowbit, function.__name__).default: function for function in _OURS
 } | {
     **dict.fromkeys((_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default), convolve),
-    **dict.fromkeys((_ATEN.avg_pool2d.default, _ATEN.avg_pool3d.default), average),
+    **dict.fromkeys((_ATEN.avg_pool1d.default, _ATEN.avg_pool2d.default, _ATEN.avg_pool3d.default), average),
+    **dict.fromkeys((_ATEN.max_pool1d.default, _ATEN.max_pool2d.default, _ATEN.max_pool3d.default), largest),
     _ATEN._adaptive_avg_pool3d.default: average_to_size,  # noqa: SLF001
     _ATEN.embedding_bag.padding_idx: look_up_bags,
 }

@@ -40,7 +40,8 @@ class Values:
     """How two arrays of values differ
 
     - ``differing``: the values whose bits differ; every NaN is the same, and so are 0 and -0
-    - ``largest``: max abs(a - b);  ``relative``: that, divided by max abs(b)
+    - ``largest``: max abs(a - b);  ``relative``: that, divided by max abs(b), or by the largest term of a layer's sums
+      where that is larger: they may cancel
     - ``decibels``: 10 log10(sum b^2 / sum (a - b)^2), inf where nothing differs
     - ``agreement``: the share of rows, along the last axis, with the largest value, or one that only the order of a sum
       makes smaller, in the same place; of integers, the share of equal values
@@ -79,15 +80,29 @@ class Tensor:
     exact: bool
 
     @property
-    def allowed(self) -> int:
-        """The codes that may be one step off: 1 of 10,000, of a grid finer than 8 bits as many more; or a single one"""
-        share = (_FLIPS_HALF if self.dtype == "float16" else _FLIPS) * 2 ** max(self.bits - 8, 0)
-        return 0 if self.exact else max(1, int(self.alone.elements * min(share, 1)))
+    def flips(self) -> float:
+        """The share of such codes that may be one step off: 1 of 10,000, of a grid finer than 8 bits as many more"""
+        return min((_FLIPS_HALF if self.dtype == "float16" else _FLIPS) * 2 ** max(self.bits - 8, 0), 1.0)
 
     @property
     def ok(self) -> bool:
-        """Whether no more codes than ``allowed`` differ, by one step."""
-        return self.alone.differing <= self.allowed and self.alone.largest <= 1
+        """Whether no code differs by more than one step, and of an exact tensor none; how many may is for all to say"""
+        return self.alone.largest <= (0 if self.exact else 1)
+
+
+def breaking(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that break the rule for codes: those not ok; where too many of all differ, those above that share
+
+    Tensors of equally fine grids are counted together.
+    """
+    together: dict[float, Codes] = {}
+    for tensor in tensors:
+        together[tensor.flips] = together.get(tensor.flips, Codes()) + tensor.alone
+    # A single code of a few is a larger share than that, and no sign of anything.
+    many = {flips for flips, codes in together.items() if codes.differing > max(1, int(codes.elements * flips))}
+    return [
+        tensor for tensor in tensors if not tensor.ok or (tensor.flips in many and tensor.alone.share > tensor.flips)
+    ]
 
 
 @dataclass(frozen=True)
@@ -180,10 +195,11 @@ class Verification:
 
     - neither side has a quantizer or an output that the other lacks;
     - given equal input codes, the output of every layer that is a product of integers has equal bits, and that of any
-      other layer differs by at most 1e-4 of its largest value (float16: 1e-2);
-    - given equal codes before it, no code differs by more than one step, and at most 1 of 10,000 differs (a single one
-      of a small tensor; with b > 8 bits 2^(b - 8) as many; of float16, 1 of 10). In a file of style "integer" none may,
-      unless something between the quantizers is computed in float by more than single operations, such as a softmax;
+      other layer differs by at most 1e-4 of its largest value (float16: 1e-2), or of the largest product that it adds;
+    - given equal codes before it, no code differs by more than one step, and of all codes together at most 1 of 10,000
+      differs (a single one of fewer). Codes of b > 8 bits are counted apart, and 2^(b - 8) as many may; of float16,
+      1 of 10. In a file of style "integer" no code of a tensor may, unless something between the quantizers is computed
+      in float by more than single operations, such as a softmax;
     - given equal codes before them, the outputs are held to the same as layers;
     - in the free run, the largest value of every row of every output (last axis) is in the same place; outputs of
       integers are equal.
@@ -208,7 +224,7 @@ class Verification:
     @property
     def ok(self) -> bool:
         """Whether the file computes what the model computes; the rule is above."""
-        return not self.missing and all(self._alone()) and all(output.ok for output in self.outputs)
+        return not self.missing and self._ok_alone() and all(output.ok for output in self.outputs)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: plain values; infinities, which JSON has no numbers for, as the strings "inf" and "-inf"."""
@@ -246,16 +262,15 @@ class Verification:
     def _verdict(self) -> str:
         if self.ok:
             return f"the file computes what the model computes: {self._codes()}; {self._given()}"
-        if not self.missing and all(self._alone()):
+        if not self.missing and self._ok_alone():
             agree = "layer by layer the file computes what the model computes, but NOT as a whole"
             return f"{agree}: steps of codes add up, from {self.first} on; {self._codes()}; {self._given()}"
         where = f"they part at {self.first}" if self.first else "one has what the other lacks"
         return f"the file does NOT compute what the model computes: {where}; {self._codes()}; {self._given()}"
 
-    def _alone(self) -> Iterator[bool]:
-        yield from (tensor.ok for tensor in self.tensors)
-        yield from (layer.ok for layer in self.layers)
-        yield from (output.ok_alone for output in self.outputs)
+    def _ok_alone(self) -> bool:
+        parts = all(layer.ok for layer in self.layers) and all(output.ok_alone for output in self.outputs)
+        return parts and not breaking(self.tensors)
 
     def _codes(self) -> str:
         total = sum((tensor.alone for tensor in self.tensors), Codes())
@@ -279,6 +294,7 @@ class Verification:
     def _tensor_table(self) -> Iterator[str]:
         head = ("quantized tensor", "codes", "differ", "steps", "alone: differ", "steps", "")
         differ = [tensor for tensor in self.tensors if tensor.free.differing or tensor.alone.differing]
+        bad = {tensor.name for tensor in breaking(self.tensors)}
         shown = self.tensors if len(self.tensors) <= _ROWS else tuple(differ)
         rows = []
         for tensor in shown:
@@ -289,7 +305,7 @@ class Verification:
                     if codes.differing
                     else ["0", "0"]
                 )
-            rows.append((_short(tensor.name), *cells, "" if tensor.ok else "<-"))
+            rows.append((_short(tensor.name), *cells, "<-" if tensor.name in bad else ""))
         yield from _table(head, rows)
         if rest := len(self.tensors) - len(shown):
             equal = sum(tensor.free.elements for tensor in self.tensors if tensor not in differ)

@@ -57,7 +57,8 @@ def verify(model: nn.Module, path: str | os.PathLike[str], inputs: Any = None) -
     codes_free, codes_alone = (comparison.compare_run(run, pairs, arrays) for run in (free, alone))
     tensors = comparison.tensors(free, codes_free, codes_alone, pairs, file)
     layers, skipped = comparison.layers(alone, layer_values, file, arrays)
-    outputs, unmatched = comparison.outputs(free_outputs, alone_outputs, file, arrays)
+    terms = {value: alone.terms.get(path, 0.0) for path, value in layer_values.items()}
+    outputs, unmatched = comparison.outputs(free_outputs, alone_outputs, file, arrays, terms)
     return Verification(
         path=str(file.path),
         style=file.style,
