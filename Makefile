@@ -28,13 +28,14 @@ pytest: $(INSTALLED)
 ## interpret: the Triton kernels without a GPU, in Triton's interpreter
 interpret: $(INSTALLED)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not long" -k "triton and not float64" \
-		tests/kernels tests/functional/test_learned.py tests/functional/test_codes.py::test_backwards_are_their_formulas \
+		tests/kernels tests/functional/test_learned.py tests/functional/test_linear.py tests/functional/test_codes.py::test_backwards_are_their_formulas \
 		tests/functional/test_fake_quantize.py::test_values_are_the_oracles tests/test_fake_quantize.py tests/test_scale_state.py
 
 ## sanitize: the native kernels under the address and undefined-behaviour sanitizers
 sanitize: $(INSTALLED) build/sanitized.so
 	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 \
-		$(BIN)/python -m pytest -q tests/kernels/test_backends.py tests/kernels/test_native.py --native build/sanitized.so
+		$(BIN)/python -m pytest -q tests/kernels/test_backends.py tests/kernels/test_native.py \
+		tests/functional/test_linear.py --native build/sanitized.so
 
 build/sanitized.so: $(wildcard src/lowbit/kernels/native*)
 	mkdir -p build

@@ -276,7 +276,7 @@ class TestLife:
         assert holders
         for holder in holders:
             assert not holder._context.owners
-            assert all(edge.source is edge.values is edge.codes is None for edge in holder._context.edges)
+            assert all(edge.source is None and edge.result is None for edge in holder._context.edges)
 
 
 def in_half(batch: Any) -> Any:

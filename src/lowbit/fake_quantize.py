@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit.functional import fake_quantize, fake_quantize_backward, learned_fake_quantize
 from lowbit.functional.check import check_grad, check_per, check_ste
 from lowbit.functional.fake_quantize import fake_quantize_per_batch
-from lowbit.functional.linear import RULES, Coded, code, code_per_batch
+from lowbit.functional.linear import Coded, code, code_per_batch
 from lowbit.granularity import Granularity, PerTensor
 from lowbit.grid import Grid
 from lowbit.observers import Observer
@@ -86,22 +86,27 @@ class FakeQuantize(ScaleState):
 
     def code(self, x: Tensor) -> Coded:
         """What forward does, as codes; ``codes_refusal`` says of which quantizers there are none."""
-        mode, ranks = self.scale_mode, self._take_in(x)
-        is_own = isinstance(mode, PerBatch) and mode.statistic == "abs_max" and ranks is None
-        if is_own and (self.grid.signed or self.bits < 8) and self._effective_ste is SteKind.IDENTITY:
+        ranks, ste = self._take_in(x), self._effective_ste
+        if self._takes_own_range(ranks) and ste is SteKind.IDENTITY and self.grid.fits_int8:
             return code_per_batch(x, grid=self.grid, per=self.per, symmetric=self.symmetric)
         scale, zero_point = self._params(x, ranks)
-        return code(x, scale, zero_point, grid=self.grid, per=self.per, ste=self._effective_ste)
+        if isinstance(self.scale_mode, Fixed):
+            scale = scale.clone()  # which the backward needs, whatever becomes of the state
+        return code(x, scale, zero_point, grid=self.grid, per=self.per, ste=ste)
 
     def codes_refusal(self) -> str:
         """Why this quantizer gives no codes for a product of integers; "" where it does."""
         if not self.enabled:
             return "it is switched off"
+        if type(self) is not FakeQuantize:
+            return f"a {type(self).__name__} may have a forward of its own"
+        if self._forward_hooks or self._forward_pre_hooks:
+            return "it has hooks, which want its values"
         if self.bits > 8:
             return f"it has {self.bits} bits, and the product takes 8"
         if isinstance(self.scale_mode, Learned):
             return "its scale is learned, and takes a gradient from the values"
-        if self._effective_ste not in RULES:
+        if not (self._effective_ste is SteKind.IDENTITY or self._effective_ste.only_clips):
             return f"its gradient {self.ste.name} is computed from the values"
         return ""
 
@@ -174,7 +179,7 @@ class FakeQuantize(ScaleState):
 
     def _quantize(self, x: Tensor, ranks: Ranks | None = None) -> Tensor:
         mode, per, grid, ste = self.scale_mode, self.per, self.grid, self._effective_ste
-        if isinstance(mode, PerBatch) and mode.statistic == "abs_max" and ranks is None:
+        if self._takes_own_range(ranks):
             return fake_quantize_per_batch(x, grid=grid, per=per, ste=ste, symmetric=self.symmetric)
         scale, zero_point = self._params(x, ranks)
         if not isinstance(mode, Learned):
@@ -190,6 +195,11 @@ class FakeQuantize(ScaleState):
             method="pact" if mode.method == "pact" else "lsq",
             batch_axis=mode.batch_axis,
         )
+
+    def _takes_own_range(self, ranks: Ranks | None) -> bool:
+        """Whether the scale is that of x's own range, with no other rank's."""
+        mode = self.scale_mode
+        return isinstance(mode, PerBatch) and mode.statistic == "abs_max" and ranks is None
 
     @property
     def _effective_ste(self) -> SteKind:

@@ -40,3 +40,8 @@ class Grid(Record):
     def quant_max(self) -> int:
         """The largest code."""
         return (1 << (self.bits - self.signed)) - 1
+
+    @property
+    def fits_int8(self) -> bool:
+        """Whether every code is a number of int8."""
+        return self.quant_max <= 127

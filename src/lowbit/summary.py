@@ -119,8 +119,10 @@ def summary(model: nn.Module) -> Summary:
                 lines.append(_line(path, holder, slot, role, quantizer, seen, counted))
                 if role == "weight" and path in products:
                     lines[-1] = replace(lines[-1], note=f"product: {products[path]}")
-                elif role == "weight" and isinstance(holder, LinearLayer) and not holder.product_refusal():
-                    lines[-1] = replace(lines[-1], note="product in training: integer")
+                elif role == "weight" and isinstance(holder, LinearLayer) and holder.is_on("input_quantizer"):
+                    reason = holder.product_refusal()
+                    how = f"float: {reason}" if reason else f"integer from {holder.least_rows:,} rows on"
+                    lines[-1] = replace(lines[-1], note=f"product in training: {how}")
     reasons = dict(floats)
     for path, module in model.named_modules():
         if isinstance(module, FakeQuantize):

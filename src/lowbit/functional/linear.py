@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from lowbit.functional.apply import apply
+from lowbit.functional.check import check_params
 from lowbit.granularity import Granularity
 from lowbit.grid import Grid
-from lowbit.kernels import native, plan
-from lowbit.kernels.products import scaled_product
-from lowbit.packing import unpack
+from lowbit.kernels import plan
+from lowbit.kernels.products import scaled_product, select
 from lowbit.ste import SteKind
 
-# A rule whose gradient is g or 0 keeps a bit for each element; the others would keep x itself.
-RULES = (SteKind.IDENTITY, SteKind.CLIPPED_IDENTITY, SteKind.IN_RANGE)
+# Of rows up to this long, every sum of products of codes fits 32 bits.
+LONGEST_ROW = 2**16
 
 
 class Coded(NamedTuple):
@@ -32,19 +32,15 @@ class Coded(NamedTuple):
     zero_point: Tensor | None
     per: Granularity
 
-    def values(self) -> Tensor:
-        """y = (q - z) * s"""
-        y: Tensor = apply(_Decode, self.carrier, self.q, self.scale, self.zero_point, self.per)
+    def values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """y = (q - z) * s, in the tensor's dtype or in another"""
+        codes = self.q, self.scale, self.zero_point, self.per
+        y: Tensor = apply(_Decode, self.carrier, *codes, dtype or self.carrier.dtype)
         return y
 
 
 def _carrier(x: Tensor) -> Tensor:
     return x.new_zeros(()).expand(x.shape)
-
-
-def _decode(q: Tensor, scale: Tensor, zero_point: Tensor | None, per: Granularity, dtype: torch.dtype) -> Tensor:
-    y: Tensor = plan.run("dequantize", q, q, scale, zero_point, per=per, dtype=dtype)
-    return y
 
 
 class _Code(torch.autograd.Function):
@@ -55,7 +51,7 @@ class _Code(torch.autograd.Function):
         ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, grid: Grid, per: Granularity, ste: SteKind
     ) -> tuple[Tensor, Tensor]:
         q = plan.run("quantize", x, x, scale, zero_point, grid=grid, per=per, dtype=torch.int8)
-        ctx.shape, ctx.clips = x.shape, ste is not SteKind.IDENTITY and ctx.needs_input_grad[0]
+        ctx.clips = ste is not SteKind.IDENTITY and ctx.needs_input_grad[0]
         if ctx.clips:
             bits = plan.run("gradient_bits", x, x, scale, zero_point, grid=grid, per=per, ste=ste)
             ctx.save_for_backward(bits)
@@ -64,13 +60,8 @@ class _Code(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        if not ctx.clips:
-            return grad_output, None, None, None, None, None
-        (bits,) = ctx.saved_tensors
-        if not torch.is_grad_enabled() and plan.runs_native(grad_output):
-            return native.select(grad_output, bits), None, None, None, None, None
-        passed = unpack(bits, 1, torch.uint8, ctx.shape).to(torch.bool)
-        return torch.where(passed, grad_output, 0.0), None, None, None, None, None
+        dx = select(grad_output, *ctx.saved_tensors) if ctx.clips else grad_output
+        return dx, None, None, None, None, None
 
 
 class _CodePerBatch(torch.autograd.Function):
@@ -94,44 +85,47 @@ class _Decode(torch.autograd.Function):
     """y = (q - z) * s;  the carrier's gradient = g"""
 
     @staticmethod
-    def forward(
-        ctx: Any, carrier: Tensor, q: Tensor, scale: Tensor, zero_point: Tensor | None, per: Granularity
-    ) -> Tensor:
-        return _decode(q, scale, zero_point, per, carrier.dtype)
+    def forward(ctx: Any, carrier: Tensor, *codes: Any) -> Tensor:
+        q, scale, zero_point, per, dtype = codes
+        ctx.dtype = carrier.dtype
+        y: Tensor = plan.run("dequantize", q, q, scale, zero_point, per=per, dtype=dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_output, None, None, None, None
+        return grad_output.to(ctx.dtype), None, None, None, None, None
 
 
 class _Linear(torch.autograd.Function):
     """y = x @ w^T + b;  dx = g @ w, dw = g^T @ x, db = sum g, of the values of x and w"""
 
     @staticmethod
-    def forward(ctx: Any, x_carrier: Tensor, w_carrier: Tensor, bias: Tensor | None, *codes: Any) -> Tensor:
-        q_x, x_scale, zero_point, x_per, q_w, w_scale, w_per = codes
-        ctx.pers = x_per, w_per
-        ctx.save_for_backward(x_carrier, w_carrier, q_x, x_scale, zero_point, q_w, w_scale)
+    def forward(ctx: Any, x_carrier: Tensor, w_carrier: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        ctx.dtype, q_x, x_scale, zero_point, x_per, q_w, w_scale, w_per = rest
+        ctx.pers, ctx.bias_dtype = (x_per, w_per), None if bias is None else bias.dtype
+        ctx.carriers = x_carrier, w_carrier  # not saved: a hook that copies what is saved would give them memory
+        ctx.save_for_backward(q_x, x_scale, zero_point, q_w, w_scale)
         zero_point = None if zero_point is None else _by_row(zero_point)
         rows, scales = q_x.view(-1, q_x.shape[-1]), (_by_row(x_scale), _by_row(w_scale))
-        y = scaled_product(rows, q_w, *scales, zero_point, bias, dtype=x_carrier.dtype)
+        y = scaled_product(rows, q_w, *scales, zero_point, bias, dtype=ctx.dtype)
         return y.view(*q_x.shape[:-1], q_w.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        x_carrier, w_carrier, q_x, x_scale, zero_point, q_w, w_scale = ctx.saved_tensors
+        q_x, x_scale, zero_point, q_w, w_scale = ctx.saved_tensors
+        x_carrier, w_carrier = ctx.carriers
         x = Coded(x_carrier, q_x, x_scale, zero_point, ctx.pers[0])
         w = Coded(w_carrier, q_w, w_scale, None, ctx.pers[1])
         wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
         g = grad_output.reshape(-1, grad_output.shape[-1])
         dx = dw = db = None
         if wants_x:
-            dx = (g @ w.values()).view(x.q.shape)
+            dx = (g @ w.values(ctx.dtype)).view(x.q.shape).to(x_carrier.dtype)
         if wants_w:
-            dw = g.t() @ x.values().reshape(-1, x.q.shape[-1])
+            dw = (g.t() @ x.values(ctx.dtype).view(-1, x.q.shape[-1])).to(w_carrier.dtype)
         if wants_bias:
-            db = g.sum(0)
-        return dx, dw, db, *[None] * 7
+            db = g.sum(0).to(ctx.bias_dtype)
+        return dx, dw, db, *[None] * 8
 
 
 def _by_row(values: Tensor) -> Tensor:
@@ -139,30 +133,47 @@ def _by_row(values: Tensor) -> Tensor:
     return values.reshape(-1) if values.dim() else values
 
 
+def _with_nan(x: Tensor, coded: Coded) -> Coded:
+    """NaN as the scale of a group that holds NaN: codes know none, and it must be seen, without asking a GPU"""
+    is_nan = x.detach().isnan()
+    is_nan = is_nan.any(-1) if coded.scale.dim() else is_nan.any()
+    return coded._replace(scale=coded.scale.masked_fill(is_nan, torch.nan))
+
+
 def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per: Granularity, ste: SteKind) -> Coded:
-    """The codes of x, in int8: those of an unsigned grid of 8 bits, and their zero point, are 128 less"""
+    """The codes of x, in int8: those of an unsigned grid of 8 bits, and their zero point, are 128 less
+
+    There is one scale for all of x, or one for each of its rows. On a GPU, that of a row with NaN is NaN; on the CPU, x
+    must be finite.
+    """
+    scale, zero_point = check_params(x, scale, zero_point, grid, per)
     x = x.contiguous()
-    if not grid.signed and grid.bits == 8:
+    if not grid.fits_int8:
         shift = torch.full((), 128, dtype=torch.int32, device=x.device)
         zero_point = -shift.expand(scale.shape) if zero_point is None else zero_point - shift
         grid = Grid(8)
     carrier, q = apply(_Code, x, scale, zero_point, grid, per, ste)
-    return Coded(carrier, q, scale, zero_point, per)
+    coded = Coded(carrier, q, scale, zero_point, per)
+    return _with_nan(x, coded) if x.is_cuda else coded
 
 
 def code_per_batch(x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool) -> Coded:
-    """The codes of x with the scale of its own range, for a grid whose codes fit int8"""
+    """The same with the scale of x's own range, for a grid whose codes fit int8"""
     carrier, q, scale, zero_point = apply(_CodePerBatch, x.contiguous(), grid, per, symmetric)
-    return Coded(carrier, q, scale, zero_point, per)
+    coded = Coded(carrier, q, scale, zero_point, per)
+    return _with_nan(x, coded) if x.is_cuda else coded
 
 
-def integer_linear(x: Coded, w: Coded, bias: Tensor | None = None) -> Tensor:
+def integer_linear(x: Coded, w: Coded, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
     """y = float(sum_k (q_x - z_x) * q_w) * (s_x * s_w) + b
 
-    The sum is exact; the rest is in float32 (float64 for float64), rounded to the dtype of x at the end. x has one
-    scale or one for each row, w one or one for each output, and no zero point. dx, dw and db are those of F.linear at
-    the values of x and w, which are made of the codes again when the backward needs them: only codes are kept.
+    The sum is exact; the rest is in float32 (float64 for float64), rounded to ``dtype`` (that of x) at the end. x has
+    one scale or one for each row, w one or one for each output, and no zero point. dx, dw and db are those of F.linear
+    in this dtype at the values of x and w, which are made of the codes again when the backward needs them: only codes
+    are kept.
     """
+    if x.q.shape[-1] > LONGEST_ROW:
+        raise ValueError(f"rows of {x.q.shape[-1]} codes may have sums beyond 32 bits; the most is {LONGEST_ROW}")
     codes = x.q, x.scale, x.zero_point, x.per, w.q, w.scale, w.per
-    y: Tensor = apply(_Linear, x.carrier, w.carrier, bias, *codes)
+    y: Tensor = apply(_Linear, x.carrier, w.carrier, bias, dtype or x.carrier.dtype, *codes)
     return y

@@ -252,7 +252,7 @@ PUBLIC const char *lowbit_map_name(int index) {
 }
 
 /* What native.py must agree on. */
-PUBLIC int64_t lowbit_call_size(void) { return (int64_t)sizeof(Call); }
+PUBLIC int64_t lowbit_call_size(void) { return (int64_t)(sizeof(Call) + sizeof(Sums)); }
 
 PUBLIC int64_t lowbit_block(void) { return BLOCK; }
 

@@ -105,7 +105,7 @@ class Library:
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-        if library.lowbit_call_size() != ctypes.sizeof(_Call):
+        if library.lowbit_call_size() != ctypes.sizeof(_Call) + ctypes.sizeof(_Sums):
             raise OSError(f"{path.name} was built from other sources")
         self.map, self.reduce, self.per_batch = library.lowbit_map, library.lowbit_reduce, library.lowbit_per_batch
         self.ema_scale, self.ema_range = library.lowbit_ema_scale, library.lowbit_ema_range
@@ -156,7 +156,7 @@ def refusal(signature: Signature) -> str:
         return f"native kernels do not take {signature.dtype}"
     if signature.op in ("ema_scale", "ema_range") and signature.dtype != torch.float32:
         return "the state of an EMA is float32, and blends with a batch of float64 in float64"
-    if signature.op == "gradient_bits" and signature.ste not in (SteKind.CLIPPED_IDENTITY, SteKind.IN_RANGE):
+    if signature.op == "gradient_bits" and not signature.ste.only_clips:
         return f"a gradient of {signature.ste.name} is not one bit"
     if math.prod(signature.shape) == 0:
         return "an empty tensor needs no kernel"

@@ -242,6 +242,8 @@ static void NAME(map_range)(const Call *c, int64_t from, int64_t to) {
 static void NAME(bits_range)(const Call *c, int64_t from, int64_t to) {
     ALIGNED M yb[BLOCK], ones[BLOCK], xb[BLOCK];
     NAME(Params) p;
+    Call block = *c;
+    block.y = yb, block.y_type = M_TYPE;
     NAME(start)(&p, c);
     NAME(set)(ones, 1, BLOCK);
     for (int64_t i = from; i < to; i += BLOCK) {
@@ -249,10 +251,7 @@ static void NAME(bits_range)(const Call *c, int64_t from, int64_t to) {
         const M *x = NAME(view)(xb, c->x, c->x_type, i, n);
         ALIGNED uint8_t passed[BLOCK];
         NAME(spread)(&p, c, i, n);
-        if (c->map == MAP_in_range)
-            NAME(in_range_block)(yb, ones, x, &p, n, (M)c->quant_min, (M)c->quant_max);
-        else
-            NAME(clipped_identity_block)(yb, ones, x, &p, n, (M)c->quant_min, (M)c->quant_max);
+        NAME(map_block)(&block, yb, ones, x, &p, 0, n);
         for (int64_t j = 0; j < n; j++) passed[j] = yb[j] != 0;
         for (int64_t j = n; j % 8; j++) passed[j] = 0;
         for (int64_t j = 0; j < n; j += 8) {

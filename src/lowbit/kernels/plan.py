@@ -256,9 +256,10 @@ def run(
     return plan.run(*args, **options)
 
 
-def runs_native(tensor: Tensor) -> bool:
-    """Whether native code runs on this tensor, for what is no op of a plan."""
-    return tensor.device.type == "cpu" and "native" in _candidates and not _absence("native")
+def runs(backend: str, tensor: Tensor) -> bool:
+    """Whether this backend runs on a tensor, for what is no op of a plan."""
+    fits = _candidates is not _ALL or _BACKENDS[backend] == tensor.device.type
+    return fits and backend in _candidates and not _absence(backend) and tensor.numel() > 0
 
 
 def settle(op: str, like: Tensor, grid: Grid, per: Granularity, ste: SteKind) -> tuple[Plan, Plan]:

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lowbit.kernels import native, plan
 from lowbit.kernels.precision import math_dtype
+from lowbit.packing import unpack
 
 
 def int_mm(x: Tensor, w: Tensor) -> Tensor:
-    """x @ w in int32; a GPU's kernel wants more than 16 rows, multiples of 8, and w column by column"""
+    """x @ w in int32"""
     if 0 in (*x.shape, w.shape[1]):
         return torch.zeros(x.shape[0], w.shape[1], dtype=torch.int32, device=x.device)
-    if not x.is_cuda:
-        return torch._int_mm(_by_rows(x), w if w.t().is_contiguous() and 1 not in w.shape else _by_rows(w))  # noqa: SLF001
+    if x.is_cuda:
+        return _int_mm_on_gpu(x, w)
+    if is_exact():
+        return _int_mm(x, w)
+    return 2 * _int_mm(x, w >> 1) + _int_mm(x, w & 1)  # weights of 7 bits and of 1, which do not saturate
+
+
+@cache
+def is_exact() -> bool:
+    """Whether torch's product is, on this CPU: without VNNI, oneDNN adds two products in 16 bits, which saturate"""
+    ends = torch.tensor([-128, 127], dtype=torch.int8)
+    x, w = ends[torch.arange(64 * 32) // 3 % 2].view(32, 64), ends[torch.arange(64 * 32) // 5 % 2].view(64, 32)
+    return torch.equal(_int_mm(x, w).long(), x.long() @ w.long())
+
+
+def is_fast(x: Tensor) -> bool:
+    """Whether a product of codes is faster than one of floats on x's device."""
+    return x.is_cuda or (torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled) and is_exact())
+
+
+def _int_mm(x: Tensor, w: Tensor) -> Tensor:
+    by_columns = w.t().is_contiguous() and 1 not in w.shape
+    return torch._int_mm(_by_rows(x), w if by_columns else _by_rows(w))  # noqa: SLF001
+
+
+def _int_mm_on_gpu(x: Tensor, w: Tensor) -> Tensor:
+    """Its kernel wants more than 16 rows, multiples of 8, and w column by column."""
     (rows, inner), columns = x.shape, w.shape[1]
     x = functional.pad(x, (0, -inner % 8, 0, max(24 - rows, -rows % 8)))
     w = functional.pad(w.t(), (0, -inner % 8, 0, -columns % 8))
@@ -47,13 +75,32 @@ def scaled_product(
     int8 codes; scales and zero points are one number, or one for each row. Each float step is rounded once, in float32
     (float64 for float64), as ``lowbit.nn.products`` has it.
     """
-    sums, wide = int_mm(q_x, q_w.t()), math_dtype(dtype)
+    wide = math_dtype(dtype)
     columns = q_w.sum(1, dtype=torch.int32) if zero_point is not None else None
-    x_scale, w_scale = x_scale.to(wide), w_scale.to(wide)
-    bias = None if bias is None else bias.to(wide)
-    if sums.numel() and plan.runs_native(sums):
-        return native.scale_sums(sums, x_scale, w_scale, zero_point, columns, bias, dtype)
+    bias = None if bias is None else bias.to(wide).contiguous()
+    scales = x_scale.to(wide), w_scale.to(wide)
+    if plan.runs("triton", q_x):
+        from lowbit.kernels import triton_products  # half a second, which only users of a GPU should spend
+
+        if not triton_products.refusal(q_x, q_w):
+            return triton_products.scaled_product(q_x, q_w, *scales, zero_point, columns, bias, dtype)
+    sums = int_mm(q_x, q_w.t())
+    if plan.runs("native", sums):
+        return native.scale_sums(sums, *scales, zero_point, columns, bias, dtype)
     if zero_point is not None and columns is not None:
         sums = sums - (zero_point.view(-1, 1) if zero_point.dim() else zero_point).to(torch.int32) * columns
+    x_scale, w_scale = scales
     y = sums.to(wide) * ((x_scale.view(-1, 1) if x_scale.dim() else x_scale) * w_scale)
     return (y if bias is None else y + bias).to(dtype)
+
+
+def select(grad_output: Tensor, bits: Tensor) -> Tensor:
+    """grad_output where its bit is set, else 0"""
+    if not (torch.is_grad_enabled() or plan.is_traced(grad_output)):
+        if plan.runs("native", grad_output):
+            return native.select(grad_output, bits)
+        if plan.runs("triton", grad_output):
+            from lowbit.kernels import triton
+
+            return triton.select(grad_output, bits)
+    return torch.where(unpack(bits, 1, torch.uint8, grad_output.shape).to(torch.bool), grad_output, 0.0)

@@ -13,16 +13,24 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
+from torch import Tensor
 
 from lowbit.kernels import triton_launch
 from lowbit.kernels.signature import Signature
-from lowbit.scale import SCALE_FLOOR
+from lowbit.kernels.triton_formulas import (
+    divided,
+    gradient_of,
+    inverse_of,
+    is_in_range,
+    narrowed,
+    params_of,
+    quotient_of,
+    rounded,
+    slope_of,
+    widened,
+)
 
 ACCUMULATOR: torch.dtype | None = None
-
-_SCALE_FLOOR = tl.constexpr(SCALE_FLOOR)
-_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 # The backend (see plan.py).
@@ -33,165 +41,6 @@ absence, refusal, workspace_size = triton_launch.absence, triton_launch.refusal,
 def kernel(signature: Signature) -> Callable[..., Any]:
     """The op's function for tensors of this signature."""
     return triton_launch.kernel(signature, _KERNELS)
-
-
-# The formulas.
-
-
-@triton.jit
-def _clamp(x, low, high):
-    """min(max(x, low), high), NaN kept"""
-    keep: tl.constexpr = tl.PropagateNan.ALL
-    return tl.minimum(tl.maximum(x, low, propagate_nan=keep), high, propagate_nan=keep)
-
-
-@triton.jit
-def _divide(a, b):
-    """a / b, correctly rounded"""
-    return a / b if a.dtype == tl.float64 or b.dtype == tl.float64 else tl.div_rn(a, b)
-
-
-@triton.jit
-def _widen(x, math: tl.constexpr):
-    """Narrower dtypes in that of the arithmetic; float64 as it is"""
-    if _INTERPRETED and x.dtype == tl.bfloat16:  # the interpreter would lose subnormal numbers
-        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x if x.dtype == tl.float64 else x.to(math)
-
-
-@triton.jit
-def _round(v, double: tl.constexpr):
-    """round(v), half to even, of abs(v) < 2^22; -0 becomes 0"""
-    # 1.5 * 2^23 (float64: 1.5 * 2^52): from here on, the dtype's numbers are the integers.
-    shift: tl.constexpr = 6755399441055744.0 if double else 12582912.0
-    return (v + shift) - shift
-
-
-@triton.jit
-def _inverse(s, fused: tl.constexpr):
-    """p, -d, zh, zl: d = s * p between 2^-65 and 2^64, p a power of two, and zh + zl = 1 / d to about 2^-48"""
-    if fused:
-        p = tl.where(s < 5.421010862427522e-20, 1.9342813113834067e25, 1.0)  # 2^-64, 2^84
-        p = tl.where(s > 1.8446744073709552e19, 5.169878828456423e-26, p)  # 2^64, 2^-84
-        minus_d = s * -p
-        zh = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s * p)
-        zl = tl.fma(zh, minus_d, 1.0) * zh
-    else:
-        p, minus_d, zh, zl = s, s, s, s
-    return p, minus_d, zh, zl
-
-
-@triton.jit
-def _quotient(x, s, inverse, low, high, fused: tl.constexpr):
-    """v = x / s, correctly rounded, where low <= v <= high; outside, a v with round(v) = low or high
-
-    Where ``fused``, with x and d both p times what they were: q = zh * x + zl * x errs by less than 1 ulp. So x - q * d
-    is exact, and q + zh * (x - q * d) is x / d correctly rounded (Markstein 1990), as long as nothing underflows: p
-    keeps d far from the ends, and an x / d so small that something does underflow rounds to 0 either way. Clamping x
-    instead of v keeps out infinities; low * d / d may be an ulp off low, which rounding takes away.
-    """
-    if fused:
-        p, minus_d, zh, zl = inverse
-        x = _clamp(x * p, low * (s * p), high * (s * p))
-        q = tl.fma(x, zh, x * zl)
-        v = tl.fma(tl.fma(q, minus_d, x), zh, q)
-    else:
-        v = _clamp(_divide(x, s), low, high)
-    return v
-
-
-@triton.jit
-def _exp(a, double: tl.constexpr):
-    """2^64 * e^a for -128 <= a <= 0 (float64: e^a), to about 1 ulp: e^a itself may lie below the normal numbers"""
-    if double:
-        e = tl.exp(a)
-    else:
-        # e^a = 2^n e^f. tl.exp takes 2^(a log2 e), where the rounding of a log2 e is many ulp. The sum with 1.5 * 2^23
-        # has n + 64 in its last bits, which go into the exponent.
-        total = tl.fma(a, 1.4426950408889634, 12582976.0)
-        n = total - 12582976.0
-        f = tl.fma(n, 2.12194440e-4, tl.fma(n, -0.693359375, a))
-        e = tl.fma(f, 0.0013936, 0.008333361)
-        e = tl.fma(tl.fma(tl.fma(f, e, 0.041666463), f, 0.16666667), f, 0.5)
-        e = tl.fma(tl.fma(e, f, 1.0), f, 1.0)
-        bits = e.to(tl.int32, bitcast=True) + (total.to(tl.int32, bitcast=True) << 23)
-        e = bits.to(tl.float32, bitcast=True)
-    return e
-
-
-@triton.jit
-def _gradient(g, x, s, inverse, low, high, rule: tl.constexpr, double: tl.constexpr, fused: tl.constexpr):
-    """dx = the rule of ``ste``; low, high = quant_min - z, quant_max - z"""
-    if rule == "identity":
-        dx = g
-    elif rule == "clipped_identity":
-        dx = tl.where((x >= low * s) & (x <= high * s), g, 0.0)
-    elif rule == "in_range":
-        dx = tl.where(_in_range(x, s, inverse, low, high, double, fused), g, 0.0)
-    elif rule == "tanh":
-        # 1 - tanh(v)^2 = 4 e / (1 + e)^2 with e = exp(-2 |v|), which is 0 from the bounds on.
-        most: tl.constexpr = 400.0 if double else 64.0
-        unit: tl.constexpr = 1.0 if double else 5.421010862427522e-20  # 2^-64
-        e = _exp(-2.0 * tl.abs(_quotient(x, s, inverse, -most, most, fused)), double)
-        t = (1.0 + e * unit) * (1.0 + e * unit)
-        if not double and not _INTERPRETED:
-            # As good as a division, in fewer steps.
-            inverse_t = 1.0 / t
-            slope = 4.0 * e * inverse_t
-            slope = tl.fma(tl.fma(slope, -t, 4.0 * e), inverse_t, slope)
-        else:
-            slope = _divide(4.0 * e, t)
-        slope *= unit  # only here may it become subnormal, and round
-        dx = tl.where(tl.abs(x) < float("inf"), g * slope, 0.0)
-    else:
-        tl.static_assert(rule == "hard_tanh", "a rule without a formula")
-        bound = tl.where(x >= 0, high * s, -(low * s))
-        inside = tl.abs(x) < bound
-        dx = tl.where(inside, g * (1.0 - _divide(tl.abs(x), tl.where(inside, bound, 1.0))), 0.0)
-    return dx
-
-
-@triton.jit
-def _in_range(x, s, inverse, low, high, double: tl.constexpr, fused: tl.constexpr):
-    """quant_min <= round(x / s) + z <= quant_max"""
-    r = _round(_quotient(x, s, inverse, low - 1.0, high + 1.0, fused), double)
-    return (r >= low) & (r <= high)
-
-
-@triton.jit
-def _slope(x, s, inverse, low, high, method: tl.constexpr, double: tl.constexpr, fused: tl.constexpr):
-    """t and whether x lies outside the range: ds = sum(g * t), dz = -s * sum(g where outside) (see the reference)"""
-    if method == "pact":
-        inside = (x > low * s) & (x < high * s)
-        edge, slope = tl.where(x < high * s, low, high), tl.zeros_like(x)
-    else:
-        inside = (x >= low * s) & (x <= high * s)
-        v = _quotient(x, s, inverse, low, high, fused)
-        edge = _round(v, double)  # low or high, where x is outside
-        slope = edge - v
-    outside = (x == x) & ~inside
-    return tl.where(outside, edge, tl.where(inside, slope, 0.0)), outside
-
-
-@triton.jit
-def _params(a, b, kind: tl.constexpr, quant_min, quant_max, double: tl.constexpr):
-    """The results of a reduction whose last values are a and b (see lowbit.scale)"""
-    if kind == "symmetric":
-        a = tl.maximum(_divide(a, tl.zeros_like(a) + quant_max), tl.full(a.shape, _SCALE_FLOOR, a.dtype))
-    elif kind == "min_max" or kind == "affine":
-        # A group without a finite value: inf and -inf. Adding 0 makes -0 and 0 one.
-        a = tl.where(a < float("inf"), a, 0.0) + 0.0
-        b = tl.where(b > float("-inf"), b, 0.0) + 0.0
-    if kind == "affine":
-        lo, hi = tl.minimum(a, 0.0), tl.maximum(b, 0.0)
-        steps = tl.zeros_like(a) + (quant_max - quant_min)
-        a = _divide(hi - lo, steps)
-        a = tl.where(a < float("inf"), a, _divide(hi, steps) - _divide(lo, steps))
-        a = tl.maximum(a, tl.full(a.shape, _SCALE_FLOOR, a.dtype))
-        b = _round(
-            _clamp(quant_min - _divide(lo, a), tl.zeros_like(a) + quant_min, tl.zeros_like(a) + quant_max), double
-        )
-    return a, b
 
 
 # The walk over memory. ``geometry`` is Tiling.arguments().
@@ -246,18 +95,11 @@ def _load(ptr, inside, other, even: tl.constexpr):
 
 @triton.jit
 def _store(ptr, value, inside, even: tl.constexpr):
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    if value.dtype == tl.float64 and (dtype == tl.float16 or dtype == tl.bfloat16):
-        value = value.to(tl.float32)  # as torch does
-    if _INTERPRETED and value.dtype == tl.float32 and dtype == tl.bfloat16:
-        # The interpreter would cut the last bits off. To the nearest, half to even:
-        bits = value.to(tl.uint32, bitcast=True)
-        bits = tl.where(value == value, bits + 0x7FFF + ((bits >> 16) & 1), bits)
-        value = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    value = narrowed(value, ptr.dtype.element_ty)
     if even:
-        tl.store(ptr, value.to(dtype))
+        tl.store(ptr, value)
     else:
-        tl.store(ptr, value.to(dtype), mask=inside)
+        tl.store(ptr, value, mask=inside)
 
 
 @triton.jit
@@ -285,7 +127,7 @@ def _map(
         g = None if g_ptr is None else _load(g_ptr + base + offsets, inside, 0, even)
     s = _load(s_ptr + group, known, 1.0, even).to(math)
     z = tl.zeros_like(s) if z_ptr is None else _load(z_ptr + group, known, 0, even).to(math)
-    low, high, inverse = quant_min - z, quant_max - z, _inverse(s, fused)
+    low, high, inverse = quant_min - z, quant_max - z, inverse_of(s, fused)
     if learned:
         ds, dz = tl.zeros((block_rows, block_columns), math), tl.zeros((block_rows, block_columns), math)
     for _ in range(steps):
@@ -293,11 +135,11 @@ def _map(
             inside = (down < rows_left) & (across < columns_left)
             raw = _load(x_ptr + base + offsets, inside, 0, even)
             g = None if g_ptr is None else _load(g_ptr + base + offsets, inside, 0, even)
-        x = _widen(raw, math).to(math)
+        x = widened(raw, math).to(math)
         if op == "fake_quantize":
-            y = _round(_quotient(x, s, inverse, low, high, fused), double) * s
+            y = rounded(quotient_of(x, s, inverse, low, high, fused), double) * s
         elif op == "quantize":
-            y = _round(_quotient(x, s, inverse, low, high, fused), double)
+            y = rounded(quotient_of(x, s, inverse, low, high, fused), double)
             if y_ptr.dtype.element_ty.is_int():
                 y = tl.where(x == x, y, 0.0)
             y = y + z
@@ -308,14 +150,14 @@ def _map(
         elif op == "dequantize_backward":
             y = x * s
         elif op == "quantize_backward":
-            y = tl.where(_in_range(x, s, inverse, low, high, double, fused), _divide(_widen(g, math), s), 0.0)
+            y = tl.where(is_in_range(x, s, inverse, low, high, double, fused), divided(widened(g, math), s), 0.0)
         else:
-            y = _gradient(g, x, s, inverse, low, high, rule, double, fused)
+            y = gradient_of(g, x, s, inverse, low, high, rule, double, fused)
         _store(y_ptr + base + offsets, y, inside, even)
         if learned:
-            slope, outside = _slope(x, s, inverse, low, high, op, double, fused)
-            ds = tl.fma(_widen(g, math).to(math), slope, ds)
-            dz += tl.where(outside, _widen(g, math).to(math), 0.0)
+            slope, outside = slope_of(x, s, inverse, low, high, op, double, fused)
+            ds = tl.fma(widened(g, math).to(math), slope, ds)
+            dz += tl.where(outside, widened(g, math).to(math), 0.0)
         base += stride
         if by_row:
             columns_left -= block_columns
@@ -383,7 +225,7 @@ def _reduce(
     a, b = _ends(tl.full((block_rows, block_columns), float("nan"), math), known, kind, True)
     for _ in range(steps):
         inside = (down < rows_left) & (across < columns_left)
-        c, d = _ends(_widen(_load(x_ptr + base + offsets, inside, 0, even), math), inside, kind, even)
+        c, d = _ends(widened(_load(x_ptr + base + offsets, inside, 0, even), math), inside, kind, even)
         a, b = _join(a, b, c, d, kind)
         base += stride
         if by_row:
@@ -392,7 +234,7 @@ def _reduce(
             rows_left -= block_rows
     a, b = _collapse(a, b, 1 if by_row else 0, kind)
     if last:
-        a, b = _params(a, b, kind, quant_min, quant_max, double)
+        a, b = params_of(a, b, kind, quant_min, quant_max, double)
     _store(a_ptr + slot, a, known, even)
     if b_ptr is not None:
         _store(b_ptr + slot, b, known, even)
@@ -427,7 +269,7 @@ def _finish(
             d = tl.load(b_ptr + offsets, mask=inside, other=float("-inf"))
         a, b = _join(a, b, c, d, kind)
     a, b = _collapse(a, b, 0, kind)
-    a, b = _params(a, b, kind, quant_min, quant_max, double)
+    a, b = params_of(a, b, kind, quant_min, quant_max, double)
     _store(y_ptr + group, a, known, False)
     if z_ptr is not None:
         _store(z_ptr + group, b, known, False)
@@ -442,24 +284,64 @@ def _quantize_rows(
     even: tl.constexpr, kind: tl.constexpr,
     quant_min, quant_max, double: tl.constexpr, fused: tl.constexpr,
 ):  # fmt: skip
-    """s, z from the range of each row, and y = fake_quantize(x, s, z), in one read of x"""
+    """s, z from the range of each row, and y = fake_quantize(x, s, z), or the codes, in one read of x"""
     math: tl.constexpr = tl.float64 if double else tl.float32
     base, _, offsets, down, across, rows_left, columns_left, group, _ = _place(
         rows, units, chunks, tiles, period, channels, inner,
         by_row, single, plain, ordered, wide, unit, block_rows, block_columns, steps,
     )  # fmt: skip
     known, inside = down < rows_left, (down < rows_left) & (across < columns_left)
-    x = _widen(_load(x_ptr + base + offsets, inside, 0, even), math)
+    x = widened(_load(x_ptr + base + offsets, inside, 0, even), math)
     a, b = _ends(x, inside, kind, even)
     a, b = _collapse(a, b, 1, kind)
-    s, z = _params(a, b, kind, quant_min, quant_max, double)
+    s, z = params_of(a, b, kind, quant_min, quant_max, double)
     _store(s_ptr + group, s, known, even)
     if z_ptr is None:
         z = tl.zeros_like(s)
     else:
         _store(z_ptr + group, z, known, even)
-    y = _round(_quotient(x, s, _inverse(s, fused), quant_min - z, quant_max - z, fused), double) * s
+    y = rounded(quotient_of(x, s, inverse_of(s, fused), quant_min - z, quant_max - z, fused), double)
+    y = (tl.where(x == x, y, 0.0) + z).to(tl.int32) if y_ptr.dtype.element_ty.is_int() else y * s
     _store(y_ptr + base + offsets, y, inside, even)
+
+
+@triton.jit
+def _gradient_bits(
+    bits_ptr, x_ptr, s_ptr, z_ptr,
+    elements, period, channels, inner,
+    single: tl.constexpr, wide: tl.constexpr, block: tl.constexpr, rule: tl.constexpr,
+    quant_min, quant_max, double: tl.constexpr,
+):  # fmt: skip
+    """A bit for each x: whether the rule, one that only clips, passes a gradient to it"""
+    math: tl.constexpr = tl.float64 if double else tl.float32
+    byte = tl.program_id(0) * block + tl.arange(0, block)[:, None]
+    if wide:
+        byte = byte.to(tl.int64)
+    place = tl.arange(0, 8)[None, :]
+    index = byte * 8 + place
+    inside = index < elements
+    group = tl.zeros_like(index) if single else index // period * channels + index // inner % channels
+    x = widened(tl.load(x_ptr + index, mask=inside, other=0.0), math)
+    s = tl.load(s_ptr + group, mask=inside, other=1.0).to(math)
+    z = tl.zeros_like(s) if z_ptr is None else tl.load(z_ptr + group, mask=inside, other=0).to(math)
+    low, high = quant_min - z, quant_max - z
+    passed = gradient_of(tl.full(x.shape, 1.0, math), x, s, inverse_of(s, False), low, high, rule, double, False) != 0
+    bits = tl.sum((passed & inside).to(tl.int32) << place, 1, keep_dims=True)
+    tl.store(bits_ptr + byte, bits.to(tl.uint8), mask=byte * 8 < elements)
+
+
+@triton.jit
+def _select(y_ptr, g_ptr, bits_ptr, elements, wide: tl.constexpr, block: tl.constexpr):
+    """y = g where its bit is set, else 0"""
+    byte = tl.program_id(0) * block + tl.arange(0, block)[:, None]
+    if wide:
+        byte = byte.to(tl.int64)
+    place = tl.arange(0, 8)[None, :]
+    index = byte * 8 + place
+    inside = index < elements
+    bits = tl.load(bits_ptr + byte, mask=byte * 8 < elements, other=0).to(tl.int32)
+    g = tl.load(g_ptr + index, mask=inside, other=0)
+    tl.store(y_ptr + index, tl.where((bits >> place) & 1 != 0, g, tl.zeros_like(g)), mask=inside)
 
 
 @triton.jit
@@ -476,7 +358,7 @@ def _ema(
     s, a = tl.load(s_ptr + group, mask=known, other=1.0), tl.load(a_ptr + group, mask=known, other=0.0)
     if kind == "symmetric":
         has_data = a > 0
-        batch, _ = _params(a, a, kind, quant_min, quant_max, False)
+        batch, _ = params_of(a, a, kind, quant_min, quant_max, False)
         s = tl.where(has_data, tl.where(started, decay * s + rest * batch, batch), s)
     else:
         b = tl.load(b_ptr + group, mask=known, other=0.0)
@@ -484,7 +366,7 @@ def _ema(
         low, high = tl.load(low_ptr + group, mask=known, other=0.0), tl.load(high_ptr + group, mask=known, other=0.0)
         low = tl.where(has_data, tl.where(started, decay * low + rest * a, a), low)
         high = tl.where(has_data, tl.where(started, decay * high + rest * b, b), high)
-        new_s, new_z = _params(low, high, kind, quant_min, quant_max, False)
+        new_s, new_z = params_of(low, high, kind, quant_min, quant_max, False)
         z = tl.load(z_ptr + group, mask=known, other=0)
         tl.store(new_low_ptr + group, low, mask=known)
         tl.store(new_high_ptr + group, high, mask=known)
@@ -494,4 +376,12 @@ def _ema(
     tl.store(new_started_ptr + group, (started | has_data).to(tl.uint8), mask=known)
 
 
-_KERNELS = triton_launch.Kernels(_map, _reduce, _finish, _quantize_rows, _ema)
+_KERNELS = triton_launch.Kernels(_map, _reduce, _finish, _quantize_rows, _ema, _gradient_bits)
+
+
+def select(grad_output: Tensor, bits: Tensor) -> Tensor:
+    """grad_output, contiguous, where its bit is set, else 0"""
+    g = grad_output.contiguous()
+    y = torch.empty_like(g)
+    triton_launch.bits_launch(_select, g.numel(), (), g.device)(y, g, bits)
+    return y

@@ -16,6 +16,7 @@ from lowbit.kernels.signature import Signature
 from lowbit.kernels.tiling import Tiling, bytes_read, plan_tiles
 from lowbit.ste import SteKind
 
+BITS_BLOCK = 256  # bytes of bits of a program
 EMA_BLOCK = 128  # scale groups of a program that blends states
 ONE_READ = 16384  # elements of a scale group that one program holds
 
@@ -39,6 +40,8 @@ def refusal(signature: Signature) -> str:
         return f"Triton kernels do not take {signature.dtype}"
     if signature.op in ("ema_scale", "ema_range") and signature.dtype != torch.float32:
         return "the state of an EMA is float32, and blends with a batch of float64 in float64"
+    if signature.op == "gradient_bits" and not signature.ste.only_clips:
+        return f"a gradient of {signature.ste.name} is not one bit"
     if math.prod(signature.shape) == 0:
         return "an empty tensor needs no kernel"
     if knobs.runtime.interpret:
@@ -107,6 +110,7 @@ class Kernels(NamedTuple):
     finish: Any
     quantize_rows: Any
     ema: Any
+    gradient_bits: Any
 
 
 def kernel(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
@@ -118,7 +122,8 @@ def workspace_size(signature: Signature) -> int:
     """Bytes of temporary memory at the op's peak: partial results, and copies where the memory needs them."""
     elements = math.prod(signature.shape)
     size = elements * bytes_read(signature) if signature.memory.copies else 0
-    arrays = {"abs_max": 1, "min_max": 2, "fake_quantize_per_batch": 2, "learned_fake_quantize_backward": 2}
+    arrays = {"abs_max": 1, "min_max": 2, "learned_fake_quantize_backward": 2}
+    arrays |= {"fake_quantize_per_batch": 2, "quantize_per_batch": 2}
     if signature.op in arrays:
         tiling = plan_tiles(signature, reduces=True)
         if not tiling.complete:
@@ -192,14 +197,16 @@ def _statistics(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
 
 def _per_batch(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
     """(x, *, symmetric=True) -> y, scale, zero_point: in one read where a program can hold a whole group."""
-    memory, own, wide, shape = signature.memory, signature.dtype, signature.math_dtype, signature.scale_shape
+    memory, wide, shape = signature.memory, signature.math_dtype, signature.scale_shape
+    op = signature.op.removesuffix("_per_batch")
+    own = torch.int8 if op == "quantize" else signature.dtype
     one_read = memory.layout.channels == 1 and memory.layout.period <= ONE_READ
     if one_read:
         tiling = plan_tiles(signature, whole_rows=True)
         rows = {kind: _tiled(signature, kernels.quantize_rows, tiling, kind) for kind in ("symmetric", "affine")}
     else:
         measures = {kind: _measure(signature, kernels, kind) for kind in ("symmetric", "affine")}
-        quantize = _map(signature, kernels, "fake_quantize")
+        quantize = _map(signature, kernels, op)
 
     def run(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
         kind = "symmetric" if symmetric else "affine"
@@ -214,6 +221,31 @@ def _per_batch(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
         return memory.restore(y, x), scale, zero_point
 
     return run
+
+
+def _gradient_bits(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
+    """(x, scale, zero_point=None) -> a bit for each element in the order of memory"""
+    memory, grid, elements = signature.memory, signature.grid, math.prod(signature.shape)
+    layout, double = memory.layout, signature.dtype == torch.float64
+    constants = signature.ste.value, float(grid.quant_min), float(grid.quant_max), double
+    single = math.prod(signature.scale_shape) == 1
+    launch = bits_launch(kernels.gradient_bits, elements, (*layout, single), signature.device, constants)
+
+    def run(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+        bits = torch.empty(-(-elements // 8), dtype=torch.uint8, device=x.device)
+        launch(bits, memory.arrange(x), _packed(scale), _packed(zero_point))
+        return bits
+
+    return run
+
+
+@cache
+def bits_launch(
+    function: Any, elements: int, numbers: tuple[Any, ...], device: torch.device, constants: tuple[Any, ...] = ()
+) -> Launch:
+    """A kernel over the bytes that hold a bit for each element."""
+    arguments = elements, *numbers, elements >= 1 << 31, BITS_BLOCK, *constants
+    return Launch(function, -(-elements // (8 * BITS_BLOCK)), arguments, 4, device)
 
 
 def _measure(signature: Signature, kernels: Kernels, kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
@@ -266,6 +298,8 @@ MAKERS: dict[str, Callable[[Signature, Kernels], Callable[..., Any]]] = {
     "fake_quantize": _forward,
     "fake_quantize_backward": _backward,
     "fake_quantize_per_batch": _per_batch,
+    "quantize_per_batch": _per_batch,
+    "gradient_bits": _gradient_bits,
     "learned_fake_quantize": _forward,
     "learned_fake_quantize_backward": _learned_backward,
     "quantize": _forward,

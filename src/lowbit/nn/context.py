@@ -43,63 +43,56 @@ class Edge:
     def clear(self) -> None:
         """Forget the tensor."""
         self.source: Tensor | None = None
-        self.values: Tensor | None = None
-        self.codes: Coded | None = None
+        self.result: Tensor | Coded | None = None
         self.state: tuple[Any, ...] = ()
         self.left = 0
 
     def quantize(self, x: Tensor, *, leads: bool) -> Tensor:
-        """quantizer(x), computed once for all consumers of x."""
-        result = self._take(x, leads=leads, as_codes=False)
-        assert isinstance(result, Tensor)
-        return result
+        """quantizer(x), computed once for all consumers of x; where codes are there already, their values."""
+        result = self._take(x, self.quantizer, leads=leads)
+        return result if isinstance(result, Tensor) else result.values()
 
     def code(self, x: Tensor, *, leads: bool) -> Coded:
-        """quantizer.code(x), computed once for all consumers of x."""
-        result = self._take(x, leads=leads, as_codes=True)
+        """quantizer.code(x), computed once for all consumers of x, which takes no values of x yet."""
+        quantizer: Any = self.quantizer
+        result = self._take(x, quantizer.code, leads=leads)
         assert isinstance(result, Coded)
         return result
 
-    def _take(self, x: Tensor, *, leads: bool, as_codes: bool) -> Tensor | Coded:
-        quantizer: Any = self.quantizer
-        run = quantizer.code if as_codes else quantizer
+    def has_values(self, x: Tensor) -> bool:
+        """Whether a consumer of x came first that takes values; codes of x would be a second quantization."""
+        return self.source is x and isinstance(self.result, Tensor)
+
+    def _take(self, x: Tensor, run: Callable[[Tensor], Any], *, leads: bool) -> Tensor | Coded:
         if torch.compiler.is_compiling() or not (self.context.owners or is_recomputing()):
-            return run(x) if leads else quantize_only(quantizer, x, run)
+            return run(x) if leads else quantize_only(self.quantizer, x, run)
         # Activation checkpointing runs a part of the model without gradients, or with hooks that save nothing; later it
         # runs that part alone. A result from outside would be missing then, so each part quantizes for itself.
         version = 0 if x.is_inference() else x._version  # noqa: SLF001
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
         state = (version, torch.is_grad_enabled(), hooks)
-        known = self.source is x and self.left > 0 and self.state[0] == version
-        if not known or self.state != state:
-            result = quantize_only(quantizer, x, run) if known else run(x)
-            self.clear()
-            self.source, self.state, self.left = x, state, self.consumers
-        elif as_codes:
-            result = self.codes or quantize_only(quantizer, x, run)
-        elif self.values is None and self.codes is not None:
-            result = self.codes.values()
-        else:
-            result = self.values
-        if as_codes:
-            self.codes = result
-        else:
-            self.values = result
-        self.left -= 1
-        if self.left == 0:
-            self.clear()
+        known = self.source is x and self.result is not None and self.state[0] == version
+        if known and self.state == state:
+            result = self.result
+            assert result is not None
+            self.left -= 1
+            if self.left == 0:
+                self.clear()
+            return result
+        result = quantize_only(self.quantizer, x, run) if known else run(x)
+        self.source, self.result, self.state, self.left = x, result, state, self.consumers - 1
         return result
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy holds no tensor."""
-        nothing = {"source": None, "values": None, "codes": None, "state": (), "left": 0}
+        nothing = {"source": None, "result": None, "state": (), "left": 0}
         return {"context": self.context, "quantizer": self.quantizer, "consumers": self.consumers, **nothing}
 
 
-def quantize_only(quantizer: Any, x: Tensor, run: Callable[[Tensor], Any]) -> Any:
-    """run(x), which is the quantizer's, without taking x into its statistics."""
+def quantize_only(quantizer: Any, x: Tensor, run: Callable[[Tensor], Any] | None = None) -> Any:
+    """quantizer(x), or what another method of it gives, without taking x into its statistics."""
     observing, quantizer.observing = quantizer.observing, False
     try:
-        return run(x)
+        return (run or quantizer)(x)
     finally:
         quantizer.observing = observing

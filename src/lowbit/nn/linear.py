@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.fake_quantize import FakeQuantize
-from lowbit.functional.linear import integer_linear
+from lowbit.functional.linear import LONGEST_ROW, integer_linear
 from lowbit.granularity import PerChannel, PerTensor, PerToken
 from lowbit.kernels.plan import is_traced
+from lowbit.kernels.products import is_fast
 from lowbit.nn.layer import QuantLayer
 
 # Below so many multiplications, what surrounds a product of integers takes longer than it saves.
-_LEAST = 2**24
-# Of rows up to this long, every sum of products fits 32 bits.
-_LONGEST = 2**16
+_LEAST = {"cpu": 2**24, "cuda": 2**31}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,11 +30,20 @@ class LinearLayer(QuantLayer):
 
     def quantized_forward(self, *args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if args else kwargs.get("input")
-        if self.product is not None or not self._multiplies_codes(x):
-            return super().quantized_forward(*args, **kwargs)
-        weight = self.quantizer("weight_quantizer")
-        coded = self.code("input_quantizer", x), weight.code(self._float("weight"))
-        return self.quantize("output_quantizer", integer_linear(*coded, self._float("bias")))
+        if self.product is None and self._may_multiply_codes(x):
+            weight, bias = self._float("weight"), self._float("bias")
+            if _multiplies_codes(x, weight, bias):
+                coded = self.code("input_quantizer", x), self.code("weight_quantizer", weight)
+                device = x.device.type
+                dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+                return self.quantize("output_quantizer", integer_linear(*coded, bias, dtype=dtype))
+        return super().quantized_forward(*args, **kwargs)
+
+    @property
+    def least_rows(self) -> int:
+        """From how many rows on the layer multiplies codes in training, on the device where it is."""
+        device = next((parameter.device.type for parameter in self.parameters()), "cpu")
+        return -(-_LEAST.get(device, 0) // (self.in_features * self.out_features))
 
     def product_refusal(self) -> str:
         """Why this layer never multiplies codes in training; "" where it does."""
@@ -43,36 +51,51 @@ class LinearLayer(QuantLayer):
             return "the layer has a forward of its own"
         if self._norm or self.integer_bias:
             return "a batch norm is folded into it" if self._norm else "its bias is one of integers"
-        for slot, pers in (
-            ("input_quantizer", (PerTensor(), PerToken())),
-            ("weight_quantizer", (PerTensor(), PerToken(), PerChannel(0))),
-        ):
+        if self.in_features > LONGEST_ROW:
+            return f"its rows are longer than {LONGEST_ROW}, and a sum might not fit 32 bits"
+        for slot in ("input_quantizer", "weight_quantizer"):
             quantizer, name = self.quantizer(slot), slot.removesuffix("_quantizer")
             if not isinstance(quantizer, FakeQuantize):
                 return f"the {name} has no quantizer with a scale"
             reason = quantizer.codes_refusal()
             if reason:
                 return f"the {name}'s quantizer: {reason}"
-            if quantizer.per not in pers:
-                return f"the {name} has scales {quantizer.per}, which change along the sum"
+            if quantizer.per not in _PERS[slot]:
+                return f"the {name} has scales {quantizer.per}, and the product takes one, or one for each row"
         weight = self.quantizer("weight_quantizer")
-        if not weight.symmetric or (not weight.grid.signed and weight.bits == 8):
+        if not weight.symmetric:
             return "the weight has zero points"
-        return ""
+        return "" if weight.grid.fits_int8 else "the weight's codes do not fit int8"
 
-    def _multiplies_codes(self, x: Any) -> bool:
-        weight = self._float("weight")
+    def _may_multiply_codes(self, x: Any) -> bool:
+        """All that can be told without the weight, which may be computed."""
         return (
             self.training
+            and not is_traced(x)
             and isinstance(x, Tensor)
-            and x.numel() * self.out_features >= _LEAST
-            and self.in_features <= _LONGEST
-            and x.device.type == weight.device.type == "cpu"
-            and x.dtype == weight.dtype
+            and x.dim() > 0
             and x.dtype in _DTYPES
-            and not torch.is_autocast_enabled("cpu")
-            and not is_traced(x, weight)
+            and x.device.type in _LEAST
+            and x.numel() * self.out_features >= _LEAST[x.device.type]
+            and is_fast(x)
             and not self.product_refusal()
-            # Codes know no NaN, which must be seen. An infinity brings this to NaN too, and needs no speed.
-            and all(math.isfinite(tensor.detach().sum()) for tensor in (x, weight))
+            and self.offers_codes("input_quantizer", x)
         )
+
+
+_PERS = {
+    "input_quantizer": (PerTensor(), PerToken()),
+    "weight_quantizer": (PerTensor(), PerToken(), PerChannel(0)),
+}
+
+
+def _multiplies_codes(x: Tensor, weight: Any, bias: Tensor | None) -> bool:
+    if not isinstance(weight, Tensor) or is_traced(weight) or weight.device != x.device:
+        return False
+    dtypes = {x.dtype, weight.dtype, *([] if bias is None else [bias.dtype])}
+    if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):
+        return False
+    if weight.dtype not in _DTYPES:
+        return False
+    # On the CPU codes know no NaN, which must be seen; an infinity may make one of the sum too, and needs no speed.
+    return x.is_cuda or all(math.isfinite(tensor.detach().sum(dtype=torch.float32)) for tensor in (x, weight))

@@ -342,7 +342,7 @@ class _StepQuantizer:
     def __call__(self, x: Tensor) -> Tensor:
         if self.observes:
             self.seen.append(x.detach())
-        return x if self.quantizer is None or self.lacks_scale else quantize_only(self.quantizer, x, self.quantizer)
+        return x if self.quantizer is None or self.lacks_scale else quantize_only(self.quantizer, x)
 
     def take_in(self) -> None:
         """Show the quantizer all steps as one tensor; the first time counts."""

@@ -96,6 +96,10 @@ class Slotted(nn.Module):
             return self._edges[slot].quantize(x, leads=self._modules.get(slot) is not None)
         return quantizer(x)
 
+    def offers_codes(self, slot: str, x: Tensor) -> bool:
+        """Whether the quantizer of this slot, which gives codes, has given no values of x yet."""
+        return slot not in self._edges or not self._edges[slot].has_values(x)
+
     def code(self, slot: str, x: Tensor) -> Coded:
         """The codes of x by the quantizer of this slot, which gives codes."""
         if slot in self._edges:
