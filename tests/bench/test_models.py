@@ -151,10 +151,19 @@ def test_allocations_are_counted() -> None:
 def test_ratios_are_of_the_same_round() -> None:
     """The machine slows down threefold in the middle; the ratios do not see it."""
     rows = [ModelRow("net", FLOAT), ModelRow("net", "other"), ModelRow("net", "absent", status="skipped")]
-    models._fill_in(rows, {FLOAT: [1.0, 3.0, 1.0], "other": [2.0, 6.0, 2.0]})
+    models.fill_in(rows, {FLOAT: [1.0, 3.0, 1.0], "other": [2.0, 6.0, 2.0]})
     assert (rows[1].ratio_to_float, rows[1].spread, rows[1].rounds) == (2.0, 0.0, 3)
     assert rows[2].seconds is None
 
 
 def test_resnet_20_has_the_parameters_of_the_paper_with_option_b() -> None:
     assert sum(parameter.numel() for parameter in networks.ResNet().parameters()) == 272_474
+
+
+def test_a_network_whose_package_is_missing_is_skipped() -> None:
+    def build() -> nn.Module:
+        raise ModuleNotFoundError("No module named 'somewhere'")
+
+    (row,) = models.run_network(RESNET._replace(build=build), TRAINEES, CPU, 1e-9, fake_clock)
+    assert (row.status, row.note) == ("skipped", "No module named 'somewhere'")
+    assert "skipped: No module named 'somewhere'" in models.describe_models([row])

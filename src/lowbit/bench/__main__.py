@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from lowbit.bench.contenders import Contender
+from lowbit.bench.linear import LAYERS, QUICK_SHAPES, SHAPES, run_linear
+from lowbit.bench.linear import LEGEND as LINEAR_LEGEND
 from lowbit.bench.models import LEGEND as MODELS_LEGEND
 from lowbit.bench.models import TRAINEES, describe_models, run_models, write_models_json
 from lowbit.bench.networks import NETWORKS, QUICK_NETWORKS
@@ -45,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.models:
         seconds = options.seconds or (0.05 if options.quick else 30.0)
         return _models(device, seconds, options.json, command, quick=options.quick)
+    if options.linear:
+        seconds = options.seconds or (0.05 if options.quick else 10.0)
+        return _linear(device, seconds, options.json, command, quick=options.quick)
     seconds = options.seconds or (0.05 if options.quick else 1.0)
     if options.overhead:
         print(describe_overhead(measure_overhead(device, seconds=seconds)))
@@ -63,6 +68,16 @@ def _models(device: torch.device, seconds: float, path: Path | None, command: st
     ours = {trainee.name for trainee in trainees if trainee.is_ours}
     write = partial(write_models_json, device=device, command=command)
     return _measure(MODELS_LEGEND, blocks, f"of {len(networks)} networks", path, write, ours)
+
+
+def _linear(device: torch.device, seconds: float, path: Path | None, command: str, *, quick: bool) -> int:
+    """The linear layer, as ``main`` measures ops."""
+    layers = [layer for layer in LAYERS if not (quick and layer.compiled)]
+    shapes = QUICK_SHAPES if quick else SHAPES[device.type]
+    blocks = ((describe_models(block), block) for block in run_linear(shapes, layers, device, seconds))
+    ours = {layer.name for layer in layers if layer.is_ours}
+    write = partial(write_models_json, device=device, command=command)
+    return _measure(LINEAR_LEGEND, blocks, f"of {len(shapes)} shapes", path, write, ours)
 
 
 def _measure(
@@ -122,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         help="measure training steps of whole networks (ResNet-20, a small transformer) instead of ops: time and "
         "memory, quantized over float",
     )
+    parser.add_argument(
+        "--linear",
+        action="store_true",
+        help="measure a linear layer instead of ops: forward and backward, quantized over float",
+    )
     parser.add_argument("--overhead", action="store_true", help="show where the microseconds of a small call go")
     return parser
 
@@ -177,8 +197,10 @@ def _check_writable(path: Path | None) -> None:
 
 
 def _check_models(options: argparse.Namespace) -> None:
-    if options.models and (options.case or options.contender or options.list or options.overhead):
-        raise ValueError("--models measures whole networks; it goes with --device, --seconds, --json and --quick only")
+    others = options.case or options.contender or options.list or options.overhead
+    for name, what in (("models", "whole networks"), ("linear", "a linear layer")):
+        if getattr(options, name) and (others or (options.models and options.linear)):
+            raise ValueError(f"--{name} measures {what}; it goes with --device, --seconds, --json and --quick only")
 
 
 def _headline(device: torch.device) -> str:

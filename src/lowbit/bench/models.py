@@ -141,7 +141,7 @@ def run_network(
             trainings[trainee.name] = training
             training.step()  # the optimizer's state is there from now on
             row.peak_bytes, row.kept_bytes = _memory(training, device)
-    _fill_in(rows, alternate({name: t.step for name, t in trainings.items()}, clock, seconds, _SAMPLE_SECONDS))
+    fill_in(rows, alternate({name: t.step for name, t in trainings.items()}, clock, seconds, _SAMPLE_SECONDS))
     return rows
 
 
@@ -163,7 +163,7 @@ def _check(
     logits, loss = training.forward_loss()
     problems = []
     if trainee.name != FLOAT:
-        row.snr_db = _snr(logits.detach(), signal)
+        row.snr_db = signal_to_noise(logits.detach(), signal)
         if trainee.least_snr is not None and not row.snr_db >= trainee.least_snr:
             problems.append(f"the logits have {row.snr_db:.1f} dB of signal to noise, of {trainee.least_snr:.0f}")
     if not loss.isfinite():
@@ -191,7 +191,7 @@ def _gradient_problems(model: nn.Module, names: set[str]) -> list[str]:
     return [f"{min(found)} {what} ({len(found)} so)" for what, found in kinds.items() if found]
 
 
-def _snr(noisy: Tensor, signal: Tensor) -> float:
+def signal_to_noise(noisy: Tensor, signal: Tensor) -> float:
     """10 * log10(sum(signal^2) / sum((noisy - signal)^2)); infinite where they are equal"""
     signal, noise = signal.double(), noisy.double() - signal.double()
     return float(10 * torch.log10(signal.square().sum() / noise.square().sum()))
@@ -226,7 +226,8 @@ def _allocations(function: Callable[[], Any]) -> list[int]:
     return alive
 
 
-def _fill_in(rows: Sequence[ModelRow], samples: dict[str, list[float]]) -> None:
+def fill_in(rows: Sequence[ModelRow], samples: dict[str, list[float]]) -> None:
+    """The times of the rows that are ok, of seconds in each round."""
     for row in rows:
         if row.status != "ok":
             continue
@@ -286,9 +287,13 @@ def _lowbit(recipe: Callable[[], Recipe]) -> Callable[[nn.Module, Network, Tenso
 
 
 def _torchao(model: nn.Module, network: Network, inputs: Tensor) -> tuple[nn.Module, str]:
-    """8-bit affine tokens and 8-bit symmetric rows of weights, both from the data of each batch."""
     if network.convolves:
         raise UnfitError("torchao quantizes linear layers, and this network is made of convolutions")
+    return quantize_by_torchao(model), _only(model, "linear layers", nn.Linear)
+
+
+def quantize_by_torchao(model: nn.Module) -> nn.Module:
+    """8-bit affine tokens and 8-bit symmetric rows of weights, both from the data of each batch."""
     quantization, qat = import_peer("torchao.quantization"), import_peer("torchao.quantization.qat")
     config = qat.QATConfig(
         activation_config=qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
@@ -296,7 +301,7 @@ def _torchao(model: nn.Module, network: Network, inputs: Tensor) -> tuple[nn.Mod
         step="prepare",
     )
     quantization.quantize_(model, config)
-    return model, _only(model, "linear layers", nn.Linear)
+    return model
 
 
 def _brevitas(model: nn.Module, network: Network, inputs: Tensor) -> tuple[nn.Module, str]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from lowbit.bench.registry import Case, Op
 from lowbit.kernels import plan
 
 FLOOR, OURS = "copy", "lowbit"
+Result = TypeVar("Result")
 # A sample lasts about this long, so that the clock's own cost does not show; on a GPU, nor the wait for the first call.
 _SAMPLE_SECONDS = {"cpu": 2e-3, "cuda": 1e-2}
 _ROUNDS = (3, 1000)
@@ -122,7 +123,7 @@ def _check(row: Row, contender: Contender, runnable: Runnable, data: Data, refer
     """The first call: is it right, and what does it keep for the backward?"""
     if contender.name == FLOOR:
         return
-    got, row.saved_bytes = _count_saved(lambda: call(runnable, row.case, data))
+    got, row.saved_bytes = count_saved(lambda: call(runnable, row.case, data))
     if contender.is_yardstick:
         return
     if contender.is_ours:
@@ -147,8 +148,8 @@ def _backend(case: Case, data: Data) -> str:
     return plan.Plan.select(op, data.x, per=case.per, ste=case.ste).backend
 
 
-def _count_saved(function: Callable[[], Outcome]) -> tuple[Outcome, int]:
-    """The outcome, and the bytes that autograd holds from forward to backward; x counts, if it is held."""
+def count_saved(function: Callable[[], Result]) -> tuple[Result, int]:
+    """What the function gives, and the bytes that autograd holds from forward to backward; x counts, if it is held."""
     held: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
