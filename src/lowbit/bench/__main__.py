@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _models(device: torch.device, seconds: float, path: Path | None, command: str, *, quick: bool) -> int:
     """Whole models, as ``main`` measures ops."""
     trainees = [trainee for trainee in TRAINEES if not (quick and trainee.compiled)]
-    networks = QUICK_NETWORKS if quick else NETWORKS
+    networks = QUICK_NETWORKS if quick else NETWORKS[device.type]
     blocks = ((describe_models(block), block) for block in run_models(networks, trainees, device, seconds))
     ours = {trainee.name for trainee in trainees if trainee.is_ours}
     write = partial(write_models_json, device=device, command=command)
@@ -134,8 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--models",
         action="store_true",
-        help="measure training steps of whole networks (ResNet-20, a small transformer) instead of ops: time and "
-        "memory, quantized over float",
+        help="measure training steps of whole networks instead of ops: time and memory, quantized over float",
     )
     parser.add_argument(
         "--linear",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowbit import recipes
 from lowbit.bench.contenders import UnfitError
 from lowbit.bench.models import FLOAT, ModelRow, fill_in, quantize_by_torchao, signal_to_noise
+from lowbit.bench.networks import DTYPES
 from lowbit.bench.runner import Clock, alternate, count_saved, cpu_clock, cuda_clock, cuda_peak_bytes
 from lowbit.model import prepare
 from lowbit.recipe import Recipe
@@ -49,7 +50,6 @@ SHAPES = {
     "cpu": (Shape(2048, 1024, 1024), Shape(2048, 1024, 1024, layers=3)),
 }
 QUICK_SHAPES = (Shape(32, 64, 48), Shape(32, 64, 64, layers=2))
-DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
 @dataclass(frozen=True)

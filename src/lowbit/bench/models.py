@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from lowbit import recipes
 from lowbit.bench.contenders import UnfitError
-from lowbit.bench.networks import Network
+from lowbit.bench.networks import DTYPES, Network
 from lowbit.bench.peers import import_peer
 from lowbit.bench.report import environment, format_seconds
 from lowbit.bench.runner import Clock, alternate, cpu_clock, cuda_clock, cuda_peak_bytes
@@ -116,10 +116,11 @@ def run_network(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         try:
-            model = network.build().to(device)
+            model = network.build().to(device, DTYPES[device.type])
         except ImportError as error:
             return [ModelRow(network.name, FLOAT, "skipped", str(error))]
         inputs, targets = network.batch()
+    inputs = inputs.to(DTYPES[device.type]) if inputs.is_floating_point() else inputs
     batch = inputs.to(device), targets.to(device)
     with torch.no_grad():
         signal = copy.deepcopy(model)(batch[0])

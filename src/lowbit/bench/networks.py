@@ -141,12 +141,27 @@ def _tokens(count: int, length: int) -> tuple[Tensor, Tensor]:
     return torch.randint(256, (count, length)), torch.randint(256, (count, length))
 
 
-NETWORKS = (
-    Network("ResNet-20, 32 x (3, 32, 32)", ResNet, lambda: _images(32, 32), convolves=True),
-    Network("transformer, 4 blocks of width 256, 8 x 128 tokens", Transformer, lambda: _tokens(8, 128)),
-    Network("MLP, 3 layers of width 1024, 2048 rows", lambda: _mlp(1024), lambda: _rows(2048, 1024)),
-    Network("all-MiniLM-L6-v2, 8 x 128 tokens", MiniLM, lambda: _words(8, 128)),
-)
+NETWORKS = {
+    "cpu": (
+        Network("ResNet-20, 32 x (3, 32, 32)", ResNet, lambda: _images(32, 32), convolves=True),
+        Network("transformer, 4 blocks of width 256, 8 x 128 tokens", Transformer, lambda: _tokens(8, 128)),
+        Network("MLP, 3 layers of width 1024, 2048 rows", lambda: _mlp(1024), lambda: _rows(2048, 1024)),
+        Network("all-MiniLM-L6-v2, 8 x 128 tokens", MiniLM, lambda: _words(8, 128)),
+    ),
+    "cuda": (
+        Network(
+            "transformer, 1 block of width 4096, 4 x 2048 tokens",
+            lambda: Transformer(1, 4096, 32, 2048),
+            lambda: _tokens(4, 2048),
+        ),
+        Network(
+            "GPT, 12 blocks of width 768, 16 x 1024 tokens",
+            lambda: Transformer(12, 768, 12, 1024),
+            lambda: _tokens(16, 1024),
+        ),
+    ),
+}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 QUICK_NETWORKS = (
     Network("ResNet-8, 4 x (3, 16, 16)", lambda: ResNet(1), lambda: _images(4, 16), convolves=True),
     Network("MLP, 3 layers of width 16, 8 rows", lambda: _mlp(16), lambda: _rows(8, 16)),
