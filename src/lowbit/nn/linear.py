@@ -15,8 +15,9 @@ from lowbit.kernels.plan import is_traced
 from lowbit.kernels.products import is_fast
 from lowbit.nn.layer import QuantLayer
 
-# Below so many multiplications, what surrounds a product of integers takes longer than it saves.
-_LEAST = {"cpu": 2**24, "cuda": 2**31}
+# By device: below so many multiplications, what surrounds a product of integers takes longer than it saves. A GPU joins
+# when its kernels have been measured on one.
+_LEAST = {"cpu": 2**24}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,14 +42,15 @@ class LinearLayer(QuantLayer):
 
     @property
     def least_rows(self) -> int:
-        """From how many rows on the layer multiplies codes in training, on the device where it is."""
-        device = next((parameter.device.type for parameter in self.parameters()), "cpu")
-        return -(-_LEAST.get(device, 0) // (self.in_features * self.out_features))
+        """From how many rows on the layer multiplies codes in training."""
+        return -(-_LEAST["cpu"] // (self.in_features * self.out_features))
 
     def product_refusal(self) -> str:
         """Why this layer never multiplies codes in training; "" where it does."""
         if type(self).float_class.forward is not nn.Linear.forward:
             return "the layer has a forward of its own"
+        if any(parameter.device.type not in _LEAST for parameter in self.parameters(recurse=False)):
+            return "the layer is not on the CPU"
         if self._norm or self.integer_bias:
             return "a batch norm is folded into it" if self._norm else "its bias is one of integers"
         if self.in_features > LONGEST_ROW:
