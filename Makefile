@@ -23,7 +23,7 @@ docs: $(INSTALLED)
 
 # Two processes of one thread each: with more threads than cores, each waits for the other.
 pytest: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not long"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not long" --durations=40
 
 ## interpret: the Triton kernels without a GPU, in Triton's interpreter
 interpret: $(INSTALLED)

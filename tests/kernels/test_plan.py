@@ -203,7 +203,7 @@ def test_workspace_holds_the_peak(backend: str, op: str, per: object) -> None:
     args = [tensors[name] for name in spec.tensors]
     extra = {"clamp": (-1.0, 1.0), "clamp_backward": (-1.0, 1.0), "step_quantize": (0.5,), "k_bit_quantize": (3,)}
     options = {"dequantize": {"dtype": torch.float32}}
-    for ste in SteKind if op.endswith("quantize_backward") else (SteKind.IDENTITY,):
+    for ste in SteKind if op.endswith("quantize_backward") else (SteKind.CLIPPED_IDENTITY,):
         plan = Plan.select(op, x, grid=GRID, per=per, ste=ste, prefer=backend)
         peak = peak_bytes(lambda plan=plan: plan.run(*args, *extra.get(op, ()), **options.get(op, {})))
         assert peak <= plan.workspace_size + x.nbytes + 4096, (ste, peak / x.nbytes)
