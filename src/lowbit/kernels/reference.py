@@ -44,7 +44,7 @@ _TEMPORARIES = {
     "fake_quantize_backward": 5,
     "fake_quantize_per_batch": 3,
     "quantize_per_batch": 3,
-    "gradient_bits": 6,
+    "gradient_bits": 7,
     "learned_fake_quantize": 2,
     "learned_fake_quantize_backward": 8,
     "quantize": 2,
