@@ -44,12 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = shlex.join(["python", "-m", "lowbit.bench", *arguments])
     print(_headline(device))
-    if options.models:
-        seconds = options.seconds or (0.05 if options.quick else 30.0)
-        return _models(device, seconds, options.json, command, quick=options.quick)
-    if options.linear:
-        seconds = options.seconds or (0.05 if options.quick else 10.0)
-        return _linear(device, seconds, options.json, command, quick=options.quick)
+    if options.models or options.linear:
+        return _in_units_of_float(options, device, command)
     seconds = options.seconds or (0.05 if options.quick else 1.0)
     if options.overhead:
         print(describe_overhead(measure_overhead(device, seconds=seconds)))
@@ -60,24 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _measure(LEGEND, blocks, f"of {len(cases)} cases", options.json, write, ours)
 
 
-def _models(device: torch.device, seconds: float, path: Path | None, command: str, *, quick: bool) -> int:
-    """Whole models, as ``main`` measures ops."""
-    trainees = [trainee for trainee in TRAINEES if not (quick and trainee.compiled)]
-    networks = QUICK_NETWORKS if quick else NETWORKS[device.type]
-    blocks = ((describe_models(block), block) for block in run_models(networks, trainees, device, seconds))
-    ours = {trainee.name for trainee in trainees if trainee.is_ours}
+def _in_units_of_float(options: argparse.Namespace, device: torch.device, command: str) -> int:
+    """Whole models, or the linear layer, as ``main`` measures ops."""
+    quick, kind = options.quick, device.type
+    run_all: Any = run_models if options.models else run_linear
+    places: Any
+    if options.models:
+        places, what, ways = (QUICK_NETWORKS if quick else NETWORKS[kind]), "networks", list[Any](TRAINEES)
+        legend, seconds = MODELS_LEGEND, 30.0
+    else:
+        places, what, ways = (QUICK_SHAPES if quick else SHAPES[kind]), "shapes", list[Any](LAYERS)
+        legend, seconds = LINEAR_LEGEND, 10.0
+    ways = [way for way in ways if not (quick and way.compiled)]
+    blocks = run_all(places, ways, device, options.seconds or (0.05 if quick else seconds))
+    described = ((describe_models(block), block) for block in blocks)
     write = partial(write_models_json, device=device, command=command)
-    return _measure(MODELS_LEGEND, blocks, f"of {len(networks)} networks", path, write, ours)
-
-
-def _linear(device: torch.device, seconds: float, path: Path | None, command: str, *, quick: bool) -> int:
-    """The linear layer, as ``main`` measures ops."""
-    layers = [layer for layer in LAYERS if not (quick and layer.compiled)]
-    shapes = QUICK_SHAPES if quick else SHAPES[device.type]
-    blocks = ((describe_models(block), block) for block in run_linear(shapes, layers, device, seconds))
-    ours = {layer.name for layer in layers if layer.is_ours}
-    write = partial(write_models_json, device=device, command=command)
-    return _measure(LINEAR_LEGEND, blocks, f"of {len(shapes)} shapes", path, write, ours)
+    return _measure(
+        legend, described, f"of {len(places)} {what}", options.json, write, {way.name for way in ways if way.is_ours}
+    )
 
 
 def _measure(

@@ -306,6 +306,16 @@ def _quantize_rows(
 
 
 @triton.jit
+def _bit_places(block: tl.constexpr, wide: tl.constexpr):
+    """The bytes of this program, the eight places in each, and the elements whose bits lie there"""
+    byte = tl.program_id(0) * block + tl.arange(0, block)[:, None]
+    if wide:
+        byte = byte.to(tl.int64)
+    place = tl.arange(0, 8)[None, :]
+    return byte, place, byte * 8 + place
+
+
+@triton.jit
 def _gradient_bits(
     bits_ptr, x_ptr, s_ptr, z_ptr,
     elements, period, channels, inner,
@@ -314,11 +324,7 @@ def _gradient_bits(
 ):  # fmt: skip
     """A bit for each x: whether the rule, one that only clips, passes a gradient to it"""
     math: tl.constexpr = tl.float64 if double else tl.float32
-    byte = tl.program_id(0) * block + tl.arange(0, block)[:, None]
-    if wide:
-        byte = byte.to(tl.int64)
-    place = tl.arange(0, 8)[None, :]
-    index = byte * 8 + place
+    byte, place, index = _bit_places(block, wide)
     inside = index < elements
     group = tl.zeros_like(index) if single else index // period * channels + index // inner % channels
     x = widened(tl.load(x_ptr + index, mask=inside, other=0.0), math)
@@ -333,11 +339,7 @@ def _gradient_bits(
 @triton.jit
 def _select(y_ptr, g_ptr, bits_ptr, elements, wide: tl.constexpr, block: tl.constexpr):
     """y = g where its bit is set, else 0"""
-    byte = tl.program_id(0) * block + tl.arange(0, block)[:, None]
-    if wide:
-        byte = byte.to(tl.int64)
-    place = tl.arange(0, 8)[None, :]
-    index = byte * 8 + place
+    byte, place, index = _bit_places(block, wide)
     inside = index < elements
     bits = tl.load(bits_ptr + byte, mask=byte * 8 < elements, other=0).to(tl.int32)
     g = tl.load(g_ptr + index, mask=inside, other=0)
