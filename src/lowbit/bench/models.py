@@ -131,7 +131,8 @@ def run_network(
         rows.append(row)
         try:
             trained, row.note = trainee.build(copy.deepcopy(model), network, batch[0])
-            training = _check(row, trainee, trained, batch, signal, {name for name, _ in model.named_parameters()})
+            names = {name for name, _ in model.named_parameters()}
+            training = _check(row, trainee, trained, batch, signal, names, network.extra_noise)
         except UnfitError as unfit:
             row.status, row.note = "skipped", str(unfit)
         except torch.cuda.OutOfMemoryError:
@@ -153,6 +154,7 @@ def _check(
     batch: tuple[Tensor, Tensor],
     signal: Tensor,
     names: set[str],
+    extra_noise: float,
 ) -> Training:
     """The first step: are the logits near float's, the loss finite, and is there a gradient for every parameter?"""
     model.train()
@@ -165,8 +167,9 @@ def _check(
     problems = []
     if trainee.name != FLOAT:
         row.snr_db = signal_to_noise(logits.detach(), signal)
-        if trainee.least_snr is not None and not row.snr_db >= trainee.least_snr:
-            problems.append(f"the logits have {row.snr_db:.1f} dB of signal to noise, of {trainee.least_snr:.0f}")
+        least = None if trainee.least_snr is None else trainee.least_snr - extra_noise
+        if least is not None and not row.snr_db >= least:
+            problems.append(f"the logits have {row.snr_db:.1f} dB of signal to noise, of {least:.0f}")
     if not loss.isfinite():
         problems.append(f"the loss is {loss.item()}")
     if twin is not None:
