@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from commanding import STUDY, Answer, Command, command, flags, kill, kill_study, one_error, results_of
+from lowbit.app.run import RunError
 from lowbit.app.study import study
 from lowbit.app.study_config import StudyConfig
 
@@ -142,3 +143,9 @@ def test_a_diverging_case_is_a_result(tmp_path: Path) -> None:
     diverged = [result for name, result in results_of(tmp_path / "study").items() if "1e+30" in name]
     assert len(diverged) == 2
     assert all("training diverged" in result["diverged"] for result in diverged)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(RunError, match=r"holds no study, but config\.toml; name a new folder"):
+        study(CONFIG, tmp_path)

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from lowbit.app.terminal import INTERRUPTED, OK, USAGE, WRONG, Terminal, UsageError
+from lowbit.app.terminal import INTERRUPTED, OK, USAGE, WRONG, Terminal, UsageError, command_line, remember
 
 
 class Interrupted:
@@ -78,6 +78,12 @@ def test_other_processes_are_silent(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         raise UsageError("what?")
     assert terminal.code == USAGE
     assert capsys.readouterr() == ("", "")
+    with terminal.guarded(resume="lowbit train"):
+        raise KeyboardInterrupt
+    assert terminal.code == INTERRUPTED
+    assert capsys.readouterr() == ("", "")
+    remember(["train", "-o", "a b"])
+    assert command_line() == "torchrun --nproc-per-node 2 -m lowbit.cli train -o 'a b'"
     with terminal.guarded():
         raise MemoryError("mine alone")
     assert capsys.readouterr().err.startswith("error: process 1: mine alone")

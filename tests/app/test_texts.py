@@ -18,7 +18,7 @@ from lowbit.app.config import TrainConfig
 from lowbit.app.data import DataError
 from lowbit.app.run import Run
 from lowbit.app.sources import build
-from lowbit.app.texts import read_texts
+from lowbit.app.texts import read_texts, texts_of
 from lowbit.app.train import Event, train
 
 transformers = pytest.importorskip("transformers")
@@ -84,6 +84,7 @@ def run(folder: Path) -> Path:
 def test_the_whole_way(run: Path) -> None:
     metrics = metrics_of(run)
     assert metrics["verify"]["verification"]["ok"] is True
+    assert metrics["export"]["labels"] == ["bad", "good"]
     assert metrics["quantized"]["accuracy"]["held_out"]["of"] == 32
     assert metrics["quantized"]["accuracy"]["test"]["of"] == 40
     assert metrics["quantized"]["accuracy"]["test"]["percent"] > 80
@@ -156,11 +157,18 @@ def test_all_texts_have_one_length(folder: Path) -> None:
         ({}, "has none of train.csv, train.tsv, train.jsonl"),
         ({"train.csv": "text,label\na,0\n"}, "has none of test.csv"),
         ({"train.csv": "text,label\na,0\n", "train.tsv": ""}, "has train.csv and train.tsv; leave one"),
-        ({"train.csv": "words,label\na,0\n", "test.csv": ""}, "train.csv, line 2: it needs a text and a label"),
+        (
+            {"train.csv": "words,label\na,0\n", "test.csv": ""},
+            "has the columns words, label, but it needs text and label",
+        ),
+        (
+            {"train.csv": "text,label\nhello, world,pos\n", "test.csv": ""},
+            "line 2: it has more cells than columns; quote",
+        ),
         ({"train.tsv": "text\tlabel\na\n", "test.csv": ""}, "train.tsv, line 2: it needs"),
         ({"train.csv": "text,label\na,\n", "test.csv": ""}, "train.csv, line 2: it needs"),
         ({"train.csv": "text,label\n", "test.csv": ""}, "train.csv has no rows"),
-        ({"train.jsonl": '{"text": "a", "label": 1}\n{"text"', "test.csv": ""}, "train.jsonl cannot be read"),
+        ({"train.jsonl": '{"text": "a", "label": 1}\n{"text"', "test.csv": ""}, r"train.jsonl, line 2: Expecting"),
         ({"train.jsonl": '{"text": "a", "label": 0.5}\n', "test.csv": ""}, "train.jsonl, line 1: it needs"),
         ({"train.jsonl": "[1]\n", "test.csv": ""}, "train.jsonl, line 1: it needs"),
         ({"train.csv": 'text,label\n"a,0\n', "test.csv": ""}, "train.csv cannot be read"),
@@ -170,6 +178,33 @@ def test_wrong_files(tmp_path: Path, files: dict[str, str], wanted: str) -> None
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=wanted):
+        read_texts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "wanted"),
+    [
+        ([("a", -1)], r"train\[0\]: it needs a text and a label, a number from 0 on or a name"),
+        ([("a", None)], r"train\[0\]: it needs"),
+        ([("a", 1), (2, 1)], r"train\[1\]: it needs"),
+        ([1, 2, 3], r"returned 1 in train, but every row must be \(text, label\)"),
+        ([], "returned no rows in train"),
+    ],
+)
+def test_wrong_rows_of_a_function(part: list[Any], wanted: str) -> None:
+    with pytest.raises(DataError, match=wanted):
+        texts_of("mine:texts", (part, [], [("a", 0)]))
+
+
+def test_what_a_spreadsheet_writes(tmp_path: Path) -> None:
+    """A mark before the first column, spaces around a label, a text longer than csv's own limit."""
+    (tmp_path / "train.csv").write_bytes("\ufefftext,label\r\nhello, pos\r\n".encode())
+    (tmp_path / "test.csv").write_text(f"text,label\n{'word ' * 40_000},neg\n")
+    found = read_texts(tmp_path)
+    assert found.train == [("hello", "pos")]
+    assert len(found.test[0][0]) == 200_000
+    (tmp_path / "train.csv").write_bytes("text,label\ncaf\xe9,1\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"train\.csv is not UTF-8 text.*save it as UTF-8"):
         read_texts(tmp_path)
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,40 @@ def test_a_damaged_folder(tmp_path: Path) -> None:
     (tmp_path / "run" / "result.json").write_text('{"format": 1, "ste')
     with pytest.raises(RunError, match=r"result\.json is damaged"):
         Run.begin(config)
+
+
+@pytest.mark.parametrize("size", [0, 3000])
+def test_a_damaged_checkpoint(size: int, tmp_path: Path) -> None:
+    config = replace(CONFIG, output=str(tmp_path / "run"), float_epochs=1, epochs=0)
+    Run.begin(config)
+    path = tmp_path / "run" / "float" / "last.ckpt"
+    path.parent.mkdir()
+    torch.save({"state_dict": {"weight": torch.zeros(5000)}}, path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"float.last\.ckpt is damaged; delete it, and the training begins anew"):
+        train(config)
+
+
+def without_length() -> Any:
+    model, _ = make()
+    batch = torch.randn(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
+    return model, ((batch for _ in range(3)), [batch], [batch])
+
+
+def test_training_data_without_a_length(tmp_path: Path) -> None:
+    config = replace(CONFIG, model="app.test_train:without_length", output=str(tmp_path / "run"))
+    with pytest.raises(TypeError, match=r"training data \(generator\) without a length, which the learning rate needs"):
+        train(config)
+
+
+def test_a_recipe_that_does_not_fit_is_told_before_the_training(tmp_path: Path) -> None:
+    recipe = lowbit.Recipe(lowbit.QuantSpec(bits=8), rules=[lowbit.Rule("nolayer")])
+    recipe.save(tmp_path / "recipe.toml")
+    config = replace(CONFIG, recipe=str(tmp_path / "recipe.toml"), output=str(tmp_path / "run"))
+    events: list[Event] = []
+    with pytest.raises(ValueError, match="matches nothing in the model"):
+        train(config, on_event=events.append)
+    assert not [event for event in events if event.kind == "progress"]
 
 
 def test_a_run_killed_before_its_config_begins_anew(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -207,6 +208,7 @@ def fit(
         folder, filename="last", save_top_k=1, save_on_train_epoch_end=True, enable_version_counter=False
     )
     checkpoint = folder / "last.ckpt"
+    _check_whole(checkpoint)
     settings = {
         "accelerator": "cpu",
         **here.trainer_options(),
@@ -230,6 +232,19 @@ def fit(
             weights_only=False,
         )
     return module.history
+
+
+def _check_whole(checkpoint: Path) -> None:
+    """A ValueError where there is a checkpoint that cannot be read."""
+    if not checkpoint.exists():
+        return
+    try:
+        found = torch.load(checkpoint, map_location="cpu", weights_only=False)
+        whole = isinstance(found, dict) and "state_dict" in found
+    except (EOFError, KeyError, RuntimeError, UnpicklingError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{checkpoint} is damaged; delete it, and the training begins anew")
 
 
 @contextmanager

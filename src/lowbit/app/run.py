@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,13 @@ _FORMAT = 1
 
 class RunError(RuntimeError):
     """A folder that does not hold the run it should."""
+
+
+def refuse_strangers(folder: Path, known: Collection[str], what: str) -> None:
+    """A RunError where the folder holds what is not this program's: it would be written over."""
+    found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if strange := [name for name in found if name not in known and not name.startswith(".")]:
+        raise RunError(f"{folder} holds no {what}, but {strange[0]}; name a new folder, or an empty one, as output")
 
 
 class Run:
@@ -56,12 +63,8 @@ class Run:
         if folder.exists() and not folder.is_dir():
             raise RunError(f"output is {folder}, which is a file, but the run needs a folder; name another")
         if not (folder / CONFIG).exists():
-            found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
             # A run that was killed before it wrote its config is none yet.
-            if strange := [name for name in found if name not in (RECIPE, RESULT) and not name.startswith(".")]:
-                raise RunError(
-                    f"{folder} holds no run, but {strange[0]}; name a new folder, or an empty one, as output"
-                )
+            refuse_strangers(folder, (RECIPE, RESULT), "run")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / RESULT).unlink(missing_ok=True)
             run = cls(folder, config, recipe)

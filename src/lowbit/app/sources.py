@@ -19,7 +19,7 @@ from lowbit.app.fit import Course, Loaders, evaluation_batches, training_batches
 from lowbit.app.networks import NETWORKS
 from lowbit.app.processes import Processes
 from lowbit.app.sharing import rows_of
-from lowbit.app.texts import Texts, build_transformer, read_texts
+from lowbit.app.texts import Texts, build_transformer, read_texts, texts_of
 
 Source = Data | Loaders
 
@@ -73,7 +73,7 @@ def _texts(config: TrainConfig) -> Texts:
     found = _call("data", config.data)
     if not (isinstance(found, tuple) and len(found) == len(_PARTS)):
         raise TypeError(f"{config.data} returned {type(found).__name__}, but {_WANTED_TEXTS}")
-    return Texts(*(list(part) for part in found))
+    return texts_of(config.data, found)
 
 
 def _call(key: str, path: str) -> Any:
@@ -99,5 +99,12 @@ def _source(name: str, data: Any) -> Source:
     if isinstance(data, Mapping) and set(data) == set(_PARTS):
         data = [data[part] for part in _PARTS]
     if isinstance(data, list | tuple) and len(data) == len(_PARTS) and all(isinstance(part, Iterable) for part in data):
+        try:
+            len(data[0])
+        except TypeError as error:
+            raise TypeError(
+                f"{name} returned training data ({type(data[0]).__name__}) without a length, which the learning rate "
+                "needs; give a DataLoader of a dataset that has one, or a list of batches"
+            ) from error
         return Loaders(*data)
     raise TypeError(f"{name} returned a {type(data).__name__} as data, but {_WANTED}")

@@ -20,7 +20,7 @@ from torch import nn
 
 from lowbit.app.analysis import Analysis, analyse
 from lowbit.app.fit import Course, DivergedError, accuracy, fit, write_json, write_tensors
-from lowbit.app.run import RunError, locked, remove_drafts, threads
+from lowbit.app.run import RunError, locked, refuse_strangers, remove_drafts, threads
 from lowbit.app.sources import Source, build, calibration_inputs, example_inputs
 from lowbit.app.study_config import Case, StudyConfig
 from lowbit.model import calibrate, prepare
@@ -72,6 +72,8 @@ def _check_config(config: StudyConfig, folder: Path) -> None:
                 f"{folder} holds a study of another config: {'; '.join(differences)}. "
                 "Name another folder as output, or delete this one to start anew"
             )
+    else:
+        refuse_strangers(folder, (), "study")
     write_json(path, asdict(config))
 
 

@@ -101,7 +101,9 @@ class Terminal:
                 yield
         except KeyboardInterrupt:
             kept = f"; what is finished is kept. To go on: {resume}" if resume else ""
-            self._fail(INTERRUPTED, f"stopped{kept}")
+            self.code = INTERRUPTED
+            if self.here.is_first:
+                self._fail(INTERRUPTED, f"stopped{kept}")
         except FirstFailedError:
             self.code = WRONG
         except UsageError as error:
@@ -197,4 +199,6 @@ def remember(arguments: Sequence[str]) -> None:
 
 def command_line() -> str:
     """The command that was given, to copy and paste."""
-    return shlex.join(["lowbit", *_arguments])
+    size, nodes = processes().size, processes().nodes
+    program = ["lowbit"] if size == 1 else ["torchrun", "--nproc-per-node", str(size // nodes), "-m", "lowbit.cli"]
+    return shlex.join([*program, *_arguments])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from lowbit.app.fit import Loaders
 _PARTS = ("train", "held_out", "test")
 _ENDINGS = (".csv", ".tsv", ".jsonl")
 _EVALUATED = 64  # texts at a time
+_LONGEST = 2**30  # characters of a text, which is then cut to max_length tokens
 
 Row = tuple[str, int | str]
 
@@ -59,30 +60,65 @@ def _find(folder: Path, part: str) -> Path | None:
 
 def _read(path: Path) -> list[Row]:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = _json_rows(file) if path.suffix == ".jsonl" else _table_rows(file, path.suffix)
-            found = [_row(path, number, row) for number, row in rows]
-    except (UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # with or without the mark that Excel writes
+            rows = _json_rows(path, file) if path.suffix == ".jsonl" else _table_rows(path, file)
+            found = [_row(f"{path}, line {number}", row) for number, row in rows]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from error
+    except csv.Error as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not found:
         raise DataError(f"{path} has no rows")
     return found
 
 
-def _json_rows(file: Any) -> Iterator[tuple[int, Any]]:
-    return ((number, json.loads(line)) for number, line in enumerate(file, 1) if line.strip())
+def _json_rows(path: Path, file: Iterable[str]) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}, line {number}: {error.msg}") from error
 
 
-def _table_rows(file: Any, suffix: str) -> Iterator[tuple[int, Any]]:
-    reader = csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
-    return ((reader.line_num, row) for row in reader)
+def _table_rows(path: Path, file: Iterable[str]) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(_LONGEST)
+    reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    columns = list(reader.fieldnames or ())
+    if not {"text", "label"} <= set(columns):
+        raise DataError(f"{path} has the columns {', '.join(columns) or '(none)'}, but it needs text and label")
+    for row in reader:
+        if None in row:
+            raise DataError(f"{path}, line {reader.line_num}: it has more cells than columns; quote a text with commas")
+        yield reader.line_num, row
 
 
-def _row(path: Path, number: int, row: Any) -> Row:
+def _row(place: str, row: Any) -> Row:
+    label: Any
     text, label = (row.get("text"), row.get("label")) if isinstance(row, dict) else (None, None)
-    if not isinstance(text, str) or isinstance(label, bool) or not isinstance(label, int | str) or label == "":
-        raise DataError(f"{path}, line {number}: it needs a text and a label, a number or a name, under these names")
-    return text, int(label) if isinstance(label, str) and label.isdecimal() else label
+    label = label.strip() if isinstance(label, str) else label
+    if isinstance(label, str) and label.isdecimal():
+        label = int(label)
+    is_label = isinstance(label, int) and not isinstance(label, bool) and label >= 0
+    if not isinstance(text, str) or not (is_label or (isinstance(label, str) and label)):
+        raise DataError(f"{place}: it needs a text and a label, a number from 0 on or a name")
+    return text, label
+
+
+def texts_of(name: str, parts: Sequence[Iterable[Any]]) -> Texts:
+    """What a function of the user's returned, checked as files are"""
+    checked = []
+    for part, rows in zip(_PARTS, parts, strict=True):
+        pairs = list(rows) if isinstance(rows, Iterable) else [rows]
+        bad = next((pair for pair in pairs if not (isinstance(pair, list | tuple) and len(pair) == 2)), None)
+        if bad is not None:
+            raise DataError(f"{name} returned {bad!r} in {part}, but every row must be (text, label)")
+        checked.append(
+            [_row(f"{name}, {part}[{i}]", {"text": text, "label": label}) for i, (text, label) in enumerate(pairs)]
+        )
+        if not checked[-1] and part != "held_out":
+            raise DataError(f"{name} returned no rows in {part}")
+    return Texts(*checked)
 
 
 class Tokens(Dataset[tuple[dict[str, Tensor], Tensor]]):
@@ -117,6 +153,7 @@ def build_transformer(config: TrainConfig, texts: Texts) -> tuple[nn.Module, Loa
         model = transformers.AutoModelForSequenceClassification.from_pretrained(
             config.model, num_labels=len(names), local_files_only=True, dtype=torch.float32
         )
+        model.config.id2label = {i: str(name) for i, name in enumerate(names)}
         tokens = tokenizer(
             [text for part in parts for text, _ in part],
             padding=True,

@@ -144,6 +144,7 @@ class _Work:
     def train_float(self) -> dict[str, Any]:
         """Train the float model."""
         model, data = build(self.config)
+        prepare(model.eval(), self.run.recipe, example_inputs(data))  # what does not fit is said now, not after hours
         history = self._fit("float", model, data, self.config.float_epochs, self.config.rate, [])
         self._keep("float", model)
         return {"accuracy": _accuracies(model, data), "history": history}
@@ -177,7 +178,9 @@ class _Work:
         total = summary(model)
         sizes = {"float": total.float_bytes, "codes": total.bytes}
         sizes |= {name: (folder / name).stat().st_size for name in (ONNX, SAFETENSORS)}
-        return {"sizes": sizes, "parameters": total.parameters}
+        found = {"sizes": sizes, "parameters": total.parameters}
+        names = getattr(getattr(model, "config", None), "id2label", None)  # of a transformers model
+        return found | ({"labels": list(names.values())} if names else {})
 
     def verify(self) -> dict[str, Any]:
         """Run the file and compare."""
@@ -210,10 +213,7 @@ class _Work:
         if importlib.util.find_spec("tensorboard") is not None:
             options["logger"] = TensorBoardLogger(folder / TENSORBOARD, name=name, version="")
         progress = _Progress(name, epochs, self.on_event)
-        try:
-            return fit(model, data, course, folder / name, callbacks=[*callbacks, progress], options=options)
-        except (EOFError, KeyError) as error:
-            raise RunError(f"{folder / name}: the checkpoint is damaged: {error}; delete it to train anew") from error
+        return fit(model, data, course, folder / name, callbacks=[*callbacks, progress], options=options)
 
 
 _STEPS: dict[str, Callable[[_Work], dict[str, Any]]] = {
