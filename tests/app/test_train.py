@@ -131,7 +131,7 @@ def test_a_full_disk_keeps_what_was_before(tmp_path: Path, monkeypatch: pytest.M
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         if is_at("quantized", "begin")(event):
-            monkeypatch.setattr(fitting.os, "fsync", fsync)
+            monkeypatch.setattr(os, "fsync", fsync)
 
     with pytest.raises(OSError, match="No space left"):
         train(config, on_event=refuse)

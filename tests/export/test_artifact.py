@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import io
 import itertools
@@ -722,11 +723,11 @@ class TestWriting:
         data, model = path.read_bytes(), converted(make("mlp", 1), lowbit.recipes.w8a8())
 
         def fail(*arguments: Any) -> None:
-            raise OSError("the disk is full")
+            raise OSError(errno.ENOSPC, "the disk is full")
 
         with monkeypatch.context() as patch:
             patch.setattr(*((os, step) if step == "fsync" else (Path, step)), fail)
-            with pytest.raises(OSError, match="the disk is full"):
+            with pytest.raises(OSError, match=r"the disk is full: .*model"):
                 save(model, path)
         assert path.read_bytes() == data
         assert list(tmp_path.iterdir()) == [path]

@@ -8,6 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lowbit.app.options import (
+    AsJson,
+    ConfigFile,
+    DataFolder,
+    DataName,
+    Debug,
+    Epochs,
+    FloatEpochs,
+    ModelName,
+    wrong_usage,
+)
 from lowbit.app.study_command import study
 from lowbit.app.terminal import INTERRUPTED, OK, WRONG, Terminal, UsageError, command_line, remember
 from lowbit.version import __version__
@@ -28,8 +39,6 @@ app = typer.Typer(
 recipes_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(recipes_app, name="recipes")
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout; everything else on stderr.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The output folder of a lowbit train.")]
 Style = Annotated[str | None, typer.Option(help="integer or qdq; by default that of the run.")]
 
@@ -83,15 +92,13 @@ def _lowbit(version: Annotated[bool, typer.Option("--version", help="Print the v
     )
 )
 def train(
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="A TOML file of these options.")] = None,
-    data: Annotated[str | None, typer.Option(help="digits, mnist, fashion-mnist, cifar10, or text.")] = None,
-    folder: Annotated[str | None, typer.Option(help="Where the data's files are; digits needs none.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="convnet, package.module:function, or a transformers model's folder.")
-    ] = None,
+    config: ConfigFile = None,
+    data: DataName = None,
+    folder: DataFolder = None,
+    model: ModelName = None,
     recipe: Annotated[str | None, typer.Option(help="A preset's name, or a recipe's TOML file.")] = None,
-    float_epochs: Annotated[int | None, typer.Option(help="Epochs in float, before quantizing.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs with quantizers.")] = None,
+    float_epochs: FloatEpochs = None,
+    epochs: Epochs = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples in a batch, of all processes together.")] = None,
     rate: Annotated[float | None, typer.Option(help="Learning rate in float.")] = None,
     quantized_rate: Annotated[float | None, typer.Option(help="Learning rate with quantizers.")] = None,
@@ -362,13 +369,9 @@ def _config(path: Path | None, changes: dict[str, Any]) -> TrainConfig:
     """The config of a file and flags; what is wrong with it is wrong usage."""
     from lowbit.app.config import TrainConfig
 
-    try:
+    with wrong_usage():
         chosen = TrainConfig.from_dict(changes) if path is None else TrainConfig.read(path, changes)
         chosen.load_recipe()
-    except FileNotFoundError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}") from error
-    except (TypeError, ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
     return chosen
 
 

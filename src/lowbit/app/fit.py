@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 import math
-import os
 import signal
-import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +25,7 @@ from lowbit.app.config import OPTIMIZERS
 from lowbit.app.data import Data, EpochBatches, Normalized, Split
 from lowbit.app.processes import Processes, processes
 from lowbit.app.sharing import joint_batch_norm, shared_batches
+from lowbit.files import write_tensors
 from lowbit.flow import call, in_eval_mode
 from lowbit.model import preparation_of, scale_parameters
 from lowbit.ranks import Ranks
@@ -320,30 +317,3 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
-    write_whole(path, json.dumps(value, indent=2, allow_nan=False).encode())
-
-
-def write_tensors(path: Path, value: Any) -> None:
-    """As torch.save; whole or not at all."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    write_whole(path, buffer.getvalue())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, also where the process is killed or the disk is full."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        draft.unlink(missing_ok=True)

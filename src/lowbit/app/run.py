@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lowbit.app.config import TrainConfig
-from lowbit.app.fit import write_json, write_tensors, write_whole
 from lowbit.app.processes import processes
 from lowbit.app.sources import Source, build, example_inputs
+from lowbit.files import write_json, write_tensors, write_whole
 from lowbit.model import prepare
 from lowbit.recipe import Recipe
 

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from lowbit.app.analysis import Analysis, analyse
-from lowbit.app.fit import Course, DivergedError, accuracy, fit, write_json, write_tensors
+from lowbit.app.fit import Course, DivergedError, accuracy, fit
 from lowbit.app.run import RunError, locked, refuse_strangers, remove_drafts, threads
 from lowbit.app.sources import Source, build, calibration_inputs, example_inputs
 from lowbit.app.study_config import Case, StudyConfig
+from lowbit.files import write_json, write_tensors
 from lowbit.model import calibrate, prepare
 
 CONFIG, RESULTS, FLOATS = "study.json", "results", "float"

@@ -8,16 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
+from lowbit.app.options import (
+    AsJson,
+    ConfigFile,
+    DataFolder,
+    DataName,
+    Debug,
+    Epochs,
+    FloatEpochs,
+    ModelName,
+    wrong_usage,
+)
 from lowbit.app.terminal import WRONG, Terminal, UsageError, command_line
 
 
 def study(
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="A TOML file of these options.")] = None,
-    data: Annotated[str | None, typer.Option(help="digits, mnist, fashion-mnist, cifar10, or text.")] = None,
-    folder: Annotated[str | None, typer.Option(help="Where the data's files are; digits needs none.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="convnet, package.module:function, or a transformers model's folder.")
-    ] = None,
+    config: ConfigFile = None,
+    data: DataName = None,
+    folder: DataFolder = None,
+    model: ModelName = None,
     bits: Annotated[list[int] | None, typer.Option(help="Numbers of bits; may be given several times.")] = None,
     rules: Annotated[
         list[str] | None, typer.Option(help="Gradient rules; the first is what others compare to.")
@@ -26,16 +35,17 @@ def study(
     roles: Annotated[list[str] | None, typer.Option(help="What is varied: weight, activation.")] = None,
     rates: Annotated[list[float] | None, typer.Option(help="Learning rates to choose from.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Runs of each case.")] = None,
-    float_epochs: Annotated[int | None, typer.Option(help="Epochs in float, before quantizing.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs with quantizers.")] = None,
+    float_epochs: FloatEpochs = None,
+    float_rate: Annotated[float | None, typer.Option(help="Learning rate of the float networks.")] = None,
+    epochs: Epochs = None,
     batch_size: Annotated[int | None, typer.Option(help="Images in a batch.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, or adamw, as for transformers.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a text, at most.")] = None,
     style: Annotated[str | None, typer.Option(help="Of the ONNX file: integer or qdq.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes at a time; one for each core.")] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", help="The study's folder; runs/study-DATA.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; words on stderr.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Compare gradient rules, scale rules and bits on your own model, then export and verify the best.
 
@@ -60,12 +70,8 @@ def _run(terminal: Terminal, path: Path | None, changes: dict[str, Any], again: 
     from lowbit.app.study_config import StudyConfig
     from lowbit.app.study_report import make_report, ship_best
 
-    try:
-        chosen = StudyConfig.read(path, changes) if path is not None else StudyConfig.from_dict(changes)
-    except FileNotFoundError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}") from error
-    except (TypeError, ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
+    with wrong_usage():
+        chosen = StudyConfig.from_dict(changes) if path is None else StudyConfig.read(path, changes)
     folder = Path(chosen.output or f"runs/study-{chosen.data}")
     runs = len(chosen.cases()) * len(chosen.rates) * chosen.seeds
     terminal.say(f"study of {len(chosen.cases())} cases, {runs} runs, into {folder}")

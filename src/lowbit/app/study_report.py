@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from lowbit.app.analysis import Analysis
-from lowbit.app.fit import write_json
 from lowbit.app.report import Report
 from lowbit.app.report_parts import Accuracy, Curve, Table
 from lowbit.app.run import ONNX, SAFETENSORS
@@ -21,6 +20,7 @@ from lowbit.conversion import convert
 from lowbit.export.artifact import save
 from lowbit.export.onnx import STYLES, export_onnx
 from lowbit.export.verify import verify
+from lowbit.files import write_json
 from lowbit.version import __version__
 
 VERIFICATION = "verification.json"

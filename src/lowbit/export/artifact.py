@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from lowbit.blueprint import Blueprint, Tensors, build, conversion_of
 from lowbit.conversion import convert
 from lowbit.copies import copied
 from lowbit.export.extra import require
+from lowbit.files import write_whole
 from lowbit.model import preparation_of
 from lowbit.version import __version__
 
@@ -56,16 +56,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(errno.ENOENT, "there is no directory to hold this file; make it first", str(path))
     tensors, header = _describe(_converted(model))
     data = safetensors.torch.save(tensors, header.to_metadata())
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        with draft.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+    write_whole(path, data)
 
 
 @torch.no_grad()
@@ -335,16 +326,6 @@ def _digest(tensors: Tensors) -> str:
 
 def _digest_text(metadata: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(sorted(metadata.items())).encode()).hexdigest()
-
-
-def _sync_directory(directory: Path) -> None:
-    """Bring the file's new name to the disk as well; where directories can't be opened, as on Windows, it is there."""
-    if os.name == "posix":
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager
