@@ -33,6 +33,7 @@ import torch
 from resnet import resnet20
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from trainer import FLOAT_BITS, PADDING, Labelled, Settings, Trainer, accuracy, normalize
 
 import lowbit
@@ -45,13 +46,15 @@ WEIGHT_OPTIONS = (  # the option, its default, what else there is
     ("--weight-scales", "channel", ("tensor",), "what has a learned scale of its own"),
     ("--weight-grid", "full", ("narrow",), "at 2 bits: -2 .. 1, or -1 .. 1"),
     ("--weight-gradient", "clipped_identity", ("identity",), "of weights"),
+    ("--weight-norm", "free", ("standard",), "standard: mean and spread of a convolution's weights stay"),
 )
 WEIGHT_DECAYS = {FLOAT_BITS: 5e-4, 4: 5e-4, 3: 2.5e-4, 2: 1.25e-4}
 QUANTIZED_WEIGHT_DECAY = 1e-4
 PUBLISHED = {FLOAT_BITS: 92.96, 4: 92.45, 3: 92.49, 2: 90.96}  # APoT: the best epoch on the test images
 
 QUICK_IMAGES = 128
-COMPARED = ("bits", "rate", "distill", "weight_scales", "weight_grid", "weight_gradient")  # a row of the table each
+# Of the table, a row each.
+COMPARED = ("bits", "rate", "distill", "weight_scales", "weight_grid", "weight_gradient", "weight_norm")
 
 
 class Split(NamedTuple):
@@ -133,12 +136,31 @@ def load_cifar10(folder: Path) -> tuple[Labelled, Labelled]:
 # The networks.
 
 
+class Standardize(nn.Module):
+    """y = (w - mean(w)) * (spread / std(w)): weights of mean 0 and of the spread that they start with
+
+    So a clipped weight, which has no gradient of its own, still moves with the others. The batch norm that follows
+    every convolution makes up for the spread.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("spread", weight.detach().std())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return (weight - weight.mean()) * (self.spread / weight.std())
+
+
 def quantize(model: nn.Module, settings: Settings, images: Tensor) -> nn.Module:
     """Weights and activations at the settings' bits, 8 in the first and the last layer, by learned scales (LSQ).
 
     As in the papers, convolutions and the linear layer are quantized, pooling and sums are not, and batch norm is not
     folded.
     """
+    if settings.weight_norm == "standard":
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                parametrize.register_parametrization(module, "weight", Standardize(module.weight))
     per = lowbit.PerChannel(0) if settings.weight_scales == "channel" else lowbit.PerTensor()
     narrow, ste = settings.weight_grid == "narrow", lowbit.SteKind(settings.weight_gradient)
 
@@ -186,7 +208,7 @@ def train_phase(options: argparse.Namespace, started: float) -> None:
 def list_settings(options: argparse.Namespace) -> list[Settings]:
     """A run for every combination of bits, rate, share of distillation, weight quantizer and seed."""
     decay = WEIGHT_DECAYS if options.weight_decay is None else dict.fromkeys(options.bits, options.weight_decay)
-    weights = product(options.weight_scales, options.weight_grid, options.weight_gradient)
+    weights = product(options.weight_scales, options.weight_grid, options.weight_gradient, options.weight_norm)
     grid = product(options.bits, options.rate, options.distill, weights, range(options.seeds))
     return [
         Settings(
@@ -200,8 +222,9 @@ def list_settings(options: argparse.Namespace) -> list[Settings]:
             weight_scales=scales,
             weight_grid=ends,
             weight_gradient=gradient,
+            weight_norm=norm,
         )
-        for bits, rate, distill, (scales, ends, gradient), seed in grid
+        for bits, rate, distill, (scales, ends, gradient, norm), seed in grid
     ]
 
 
@@ -348,7 +371,7 @@ def parse_options() -> argparse.Namespace:
         parser.error("--seeds, --epochs, --batch-size and --bits must be at least 1")
     if options.phase == "float":
         options.bits, options.distill = [FLOAT_BITS], [0.0]
-        options.weight_scales = options.weight_grid = options.weight_gradient = ["none"]
+        options.weight_scales = options.weight_grid = options.weight_gradient = options.weight_norm = ["none"]
     options.rate = options.rate or [RATE if options.phase == "float" else QUANTIZED_RATE]
     if options.quick:
         options.epochs, options.batch_size = 1, 64

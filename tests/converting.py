@@ -14,6 +14,7 @@ import lowbit
 from compare import assert_same_bits
 from lowbit import PerBlock, PerChannel, PerGroup, PerToken
 from lowbit.flow import call
+from lowbit.nn.coded import CodedWeight
 from lowbit.nn.quantizers import Binarize, DoReFaActivation, DoReFaWeight
 from oracle import group_index
 
@@ -41,6 +42,11 @@ def assert_same_outputs(actual: nn.Module, expected: nn.Module, batch: Any) -> N
 def products(model: nn.Module) -> dict[str, str]:
     """Of each layer and op, how it multiplies."""
     return model.__dict__["_lowbit_converted"].products
+
+
+def weights(model: nn.Module) -> list[CodedWeight]:
+    """Of a converted model."""
+    return [module for module in model.modules() if isinstance(module, CodedWeight)]
 
 
 class Operand(NamedTuple):
@@ -261,3 +267,13 @@ def call_output(holder: Any, *call: Any) -> Tensor:
         )
     bias = (rest[1] if len(rest) > 1 else kwargs.get("bias")) if holder.kind.name == "linear" else None
     return write_out(x, Product(*quantizers, weight.detach(), axis, matrix_product(axis), -1, bias))
+
+
+def assert_products(converted: nn.Module, model: Any, batch: Any) -> None:
+    """Every product of integers is what is written out."""
+    calls = watch(converted)
+    run(converted, batch)
+    assert calls
+    for path, made in calls.items():
+        for *given, result in made:
+            assert_same_bits(result, call_output(model.get_submodule(path), *given).detach())

@@ -17,7 +17,7 @@ from compare import assert_same_bits
 from converting import assert_same_outputs, prepared, products, run, watch
 from models import networks
 from nn.layers import LAYERS, batch_of, in_dtype
-from test_conversion import MORE_LAYERS, MORE_SPECS, PRESETS, SPECS
+from preparing import MORE_LAYERS, MORE_SPECS, PRESETS, SPECS
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

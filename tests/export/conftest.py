@@ -1,12 +1,11 @@
-"""One registry of torch's ONNX functions for all exports of a session, and one list of its ops: torch builds both anew,
-in half a second.
-"""
+"""What a session makes once: torch's registry of ONNX functions, its list of ops, and the files to verify."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch._export.utils as exporting
@@ -15,6 +14,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 @pytest.fixture(scope="session", autouse=True)
 def registry() -> Iterator[None]:
+    """For all exports: torch builds both anew, in half a second."""
     build, ops = functools.cache(ONNXRegistry.from_torchlib), exporting._collect_all_valid_cia_ops_for_namespace
 
     def from_torchlib(opset_version: int) -> ONNXRegistry:
@@ -27,3 +27,10 @@ def registry() -> Iterator[None]:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
         patch.setattr(exporting, ops.__name__, functools.cache(ops))
         yield
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from verifying import Exports  # here, since the tests of artifacts run where onnx is not installed
+
+    return Exports(tmp_path_factory.mktemp("exported"))

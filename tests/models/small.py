@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,6 +67,19 @@ class Joined(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         joined = torch.cat([self.left(x), self.right(x)], 1)
         return self.after(joined).mean((2, 3))[:, :2] + self.also(joined.mean((2, 3)))
+
+
+class Own(nn.Module):
+    """y = linear(x, w, b), by functional; ``also`` says what else takes w."""
+
+    def __init__(self, also: Callable[[Any, Tensor], Tensor] = lambda self, y: y) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 8))
+        self.b = nn.Parameter(torch.randn(6))
+        self.also = also
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.also(self, F.linear(x, self.w, self.b))
 
 
 def images(count: int = 2, channels: int = 3, size: int = 6) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import lowbit
 from compare import assert_same_bits
 from lowbit import EMA, Learned, PerBatch, PerChannel, PerGroup, PerToken, QuantSpec, Recipe, SteKind
+from lowbit.bench.runner import count_saved
 from lowbit.nn import linear
 from models.small import Projections, all_state, assert_same_states, mlp
 
@@ -103,17 +105,22 @@ def test_eval_mode_multiplies_values(products: list[Any]) -> None:
     assert not products
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_seen(bad: float, products: list[Any]) -> None:
-    model = lowbit.prepare(nn.Linear(8, 4), lowbit.recipes.w8a8_dynamic(), torch.randn(3, 8)).train()
+@pytest.mark.parametrize("preset", PRESETS)
+def test_nan_is_seen_and_an_infinity_is_clipped(preset: str, products: list[Any]) -> None:
+    model = lowbit.prepare(nn.Linear(8, 4), lowbit.recipes.presets()[preset](), torch.randn(3, 8)).train()
     x = torch.randn(16, 8)
-    x[2, 3] = bad
+    x[2, 3] = float("inf")
+    assert model(x).isfinite().all()
+    x[2, 3] = float("nan")
     y = model(x)
-    assert not products
-    assert y[2].isnan().all() == (bad != bad)
+    assert y[2].isnan().all()
+    if preset != "w8a8":  # whose one scale is NaN for all rows
+        assert y[:2].isfinite().all()
     with torch.no_grad():
         model.weight[1, 1] = float("nan")
-    assert model(torch.randn(16, 8))[:, 1].isnan().all()
+    y = model(torch.randn(16, 8))
+    assert y[:, 1].isnan().all()
+    assert len(products) == 3
 
 
 @pytest.mark.parametrize("preset", ["w8a8", "w8a8_dynamic"])
@@ -216,9 +223,30 @@ def test_refusals(name: str, products: list[Any]) -> None:
     assert not products
 
 
-def test_compiled_it_multiplies_values(products: list[Any]) -> None:
+@pytest.mark.parametrize("preset", PRESETS)
+def test_compiled_it_has_the_same_bits(preset: str, products: list[Any]) -> None:
+    model = lowbit.prepare(mlp(8, 12, 8), lowbit.recipes.presets()[preset](), torch.randn(3, 8)).train()
+    data, compiled = batches(2), copy.deepcopy(model)
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    wanted, wanted_state = trained(model, data)
+    outputs, state = trained(compiled, data)
+    assert products == 4 * [(16, 12), (16, 8)]
+    for got, want in zip(outputs, wanted, strict=True):
+        assert_same_bits(got, want)
+    assert_same_states(state, wanted_state)
+
+
+def test_compiled_it_keeps_codes(products: list[Any]) -> None:
+    model = lowbit.prepare(nn.Linear(64, 96), lowbit.recipes.w8a8_dynamic(), torch.randn(3, 64)).train()
+    x = torch.randn(32, 64, requires_grad=True)
+    _, kept = count_saved(lambda: model(x))
+    model.compile(backend="inductor", fullgraph=True)
+    assert count_saved(lambda: model(x))[1] <= kept
+
+
+def test_exported_it_multiplies_values(products: list[Any]) -> None:
     model = lowbit.prepare(nn.Linear(8, 4), lowbit.recipes.w8a8_dynamic(), torch.randn(3, 8)).train()
-    torch.compile(model, backend="eager", fullgraph=True)(torch.randn(16, 8))
+    torch.export.export(model, (torch.randn(16, 8),))
     assert not products
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lowbit.functional.apply import apply
 from lowbit.functional.check import check_params
+from lowbit.functional.statistics import params_from_data
 from lowbit.granularity import Granularity
 from lowbit.grid import Grid
-from lowbit.kernels import plan
+from lowbit.kernels import native, plan, reference
 from lowbit.kernels.products import scaled_product, select
 from lowbit.ste import SteKind
 
@@ -133,18 +134,11 @@ def _by_row(values: Tensor) -> Tensor:
     return values.reshape(-1) if values.dim() else values
 
 
-def _with_nan(x: Tensor, coded: Coded) -> Coded:
-    """NaN as the scale of a group that holds NaN: codes know none, and it must be seen, without asking a GPU"""
-    is_nan = x.detach().isnan()
-    is_nan = is_nan.any(-1) if coded.scale.dim() else is_nan.any()
-    return coded._replace(scale=coded.scale.masked_fill(is_nan, torch.nan))
-
-
 def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per: Granularity, ste: SteKind) -> Coded:
     """The codes of x, in int8: those of an unsigned grid of 8 bits, and their zero point, are 128 less
 
-    There is one scale for all of x, or one for each of its rows. On a GPU, that of a row with NaN is NaN; on the CPU, x
-    must be finite.
+    There is one scale for all of x, or one for each of its rows. Where those hold NaN, which codes know none of, it is
+    NaN.
     """
     scale, zero_point = check_params(x, scale, zero_point, grid, per)
     x = x.contiguous()
@@ -153,15 +147,17 @@ def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per
         zero_point = -shift.expand(scale.shape) if zero_point is None else zero_point - shift
         grid = Grid(8)
     carrier, q = apply(_Code, x, scale, zero_point, grid, per, ste)
-    coded = Coded(carrier, q, scale, zero_point, per)
-    return _with_nan(x, coded) if x.is_cuda else coded
+    backend = native if not plan.is_traced(x) and plan.runs("native", x) else reference
+    return Coded(carrier, q, backend.mark_nan(scale, x.detach(), per=per), zero_point, per)
 
 
 def code_per_batch(x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool) -> Coded:
     """The same with the scale of x's own range, for a grid whose codes fit int8"""
+    if plan.is_traced(x):
+        scale, zero_point = params_from_data(x, grid=grid, per=per, symmetric=symmetric)
+        return code(x, scale, zero_point, grid=grid, per=per, ste=SteKind.IDENTITY)
     carrier, q, scale, zero_point = apply(_CodePerBatch, x.contiguous(), grid, per, symmetric)
-    coded = Coded(carrier, q, scale, zero_point, per)
-    return _with_nan(x, coded) if x.is_cuda else coded
+    return Coded(carrier, q, scale, zero_point, per)
 
 
 def integer_linear(x: Coded, w: Coded, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:

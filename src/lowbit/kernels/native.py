@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.granularity import Layout
+from lowbit.granularity import Granularity, Layout
+from lowbit.kernels import reference
 from lowbit.kernels.precision import math_dtype
 from lowbit.kernels.signature import Memory, Signature
 from lowbit.scale import affine_params, symmetric_scale
@@ -404,6 +405,22 @@ def _per_batch_in_two(signature: Signature, codes: torch.dtype | None) -> Callab
     return per_batch
 
 
+def _codes_per_batch(signature: Signature) -> Callable[..., Any]:
+    """The int8 codes of x with the scale of its own range"""
+    per_batch = _per_batch(signature, torch.int8)
+
+    def codes_per_batch(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, scale, zero_point = per_batch(x, symmetric=symmetric)
+        return q, mark_nan(scale, x, per=signature.per), zero_point
+
+    return codes_per_batch
+
+
+def mark_nan(scale: Tensor, x: Tensor, *, per: Granularity) -> Tensor:
+    """s[c], NaN where group c of x holds NaN; most often there is none, which a sum tells in one read"""
+    return scale if math.isfinite(x.sum(dtype=torch.float32)) else reference.mark_nan(scale, x, per=per)
+
+
 def _gradient_bits(signature: Signature) -> Callable[..., Tensor]:
     """A bit for each element in the order of memory, the lowest of a byte first."""
     memory, wide, run = signature.memory, signature.math_dtype, _loaded().gradient_bits
@@ -471,7 +488,7 @@ _KERNELS: dict[str, Callable[[Signature], Callable[..., Any]]] = {
     "fake_quantize": _forward,
     "fake_quantize_backward": _fake_quantize_backward,
     "fake_quantize_per_batch": _per_batch,
-    "quantize_per_batch": lambda signature: _per_batch(signature, torch.int8),
+    "quantize_per_batch": _codes_per_batch,
     "gradient_bits": _gradient_bits,
     "learned_fake_quantize": _forward,
     "learned_fake_quantize_backward": _learned_backward,

@@ -347,7 +347,9 @@ def _(op: str, args: Sequence[Tensor | None], *encoded: Any) -> list[Tensor]:
     results = results if isinstance(results, tuple) else (results,)
     groups = [torch.empty(result.shape, dtype=result.dtype, device=like.device) for result in results]
     # As kernels make them: what is elementwise, which comes first, in the strides of the input.
-    return groups if op in ("abs_max", "min_max") else [torch.empty_like(like, dtype=results[0].dtype), *groups[1:]]
+    if op in ("abs_max", "min_max", "gradient_bits"):
+        return groups
+    return [torch.empty_like(like, dtype=results[0].dtype), *groups[1:]]
 
 
 @lru_cache(maxsize=4096)

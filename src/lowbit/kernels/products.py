@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,15 @@ def is_exact() -> bool:
 
 def is_fast(x: Tensor) -> bool:
     """Whether a product of codes is faster than one of floats on x's device."""
-    return x.is_cuda or (torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled) and is_exact())
+    return x.is_cuda or _is_fast_on_cpu()
+
+
+def _is_fast_on_cpu() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled) and is_exact()
+
+
+# Settled at trace time (see division.py).
+_is_fast_on_cpu._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _int_mm(x: Tensor, w: Tensor) -> Tensor:
@@ -73,8 +82,41 @@ def scaled_product(
     """y[m, n] = float(sum_k (q_x[m, k] - z[m]) * q_w[n, k]) * (s_x[m] * s_w[n]) + b[n]
 
     int8 codes; scales and zero points are one number, or one for each row. Each float step is rounded once, in float32
-    (float64 for float64), as ``lowbit.nn.products`` has it.
+    (float64 for float64), as ``lowbit.nn.products`` has it. Compiled code calls it as it is.
     """
+    if torch.compiler.is_compiling():
+        y: Tensor = torch.ops.lowbit.scaled_product(q_x, q_w, x_scale, w_scale, zero_point, bias, dtype)
+        return y
+    return _scaled_product(q_x, q_w, x_scale, w_scale, zero_point, bias, dtype)
+
+
+@torch.library.custom_op("lowbit::scaled_product", mutates_args=())
+def _opaque_product(
+    q_x: Tensor,
+    q_w: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return _scaled_product(q_x, q_w, x_scale, w_scale, zero_point, bias, dtype)
+
+
+@_opaque_product.register_fake
+def _(q_x: Tensor, q_w: Tensor, *rest: Any) -> Tensor:
+    return q_x.new_empty((q_x.shape[0], q_w.shape[0]), dtype=rest[-1])
+
+
+def _scaled_product(
+    q_x: Tensor,
+    q_w: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     wide = math_dtype(dtype)
     columns = q_w.sum(1, dtype=torch.int32) if zero_point is not None else None
     bias = None if bias is None else bias.to(wide).contiguous()

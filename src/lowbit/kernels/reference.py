@@ -164,9 +164,20 @@ def fake_quantize_per_batch(
 def quantize_per_batch(
     x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q, s, z = the int8 codes of x with the scale and zero point (None if symmetric) of x's own range"""
+    """q, s, z = the int8 codes of x with the scale and zero point (None if symmetric) of x's own range
+
+    Codes know no NaN: the s of a group that holds one is NaN.
+    """
     scale, zero_point = _own_params(x, grid, per, symmetric=symmetric)
-    return quantize(x, scale, zero_point, grid=grid, per=per, dtype=torch.int8), scale, zero_point
+    q = quantize(x, scale, zero_point, grid=grid, per=per, dtype=torch.int8)
+    return q, mark_nan(scale, x, per=per), zero_point
+
+
+def mark_nan(scale: Tensor, x: Tensor, *, per: Granularity) -> Tensor:
+    """s[c], NaN where group c of x holds NaN"""
+    if x.numel() == 0:
+        return scale
+    return scale.masked_fill(per.reduce(torch.amax, per.split(x).isnan()), math.nan)
 
 
 def _own_params(x: Tensor, grid: Grid, per: Granularity, *, symmetric: bool) -> tuple[Tensor, Tensor | None]:

@@ -295,7 +295,11 @@ def _quantize_rows(
     a, b = _ends(x, inside, kind, even)
     a, b = _collapse(a, b, 1, kind)
     s, z = params_of(a, b, kind, quant_min, quant_max, double)
-    _store(s_ptr + group, s, known, even)
+    if y_ptr.dtype.element_ty.is_int():  # codes know no NaN, which must be seen
+        has_nan = tl.max((x != x).to(tl.int32), 1, keep_dims=True) != 0
+        _store(s_ptr + group, tl.where(has_nan, float("nan"), s), known, even)
+    else:
+        _store(s_ptr + group, s, known, even)
     if z_ptr is None:
         z = tl.zeros_like(s)
     else:

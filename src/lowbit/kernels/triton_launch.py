@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from lowbit.kernels.reference import mark_nan
 from lowbit.kernels.signature import Signature
 from lowbit.kernels.tiling import Tiling, bytes_read, plan_tiles
 from lowbit.ste import SteKind
@@ -61,9 +62,10 @@ class Launch:
     """
 
     def __init__(
-        self, function: Any, programs: int, arguments: tuple[Any, ...], warps: int, device: torch.device
+        self, function: Any, programs: int, arguments: tuple[Any, ...], warps: int, device: torch.device, **options: int
     ) -> None:
-        self.function, self.programs, self.arguments, self.warps = function, programs, arguments, warps
+        self.function, self.programs, self.arguments = function, programs, arguments
+        self.options = {"num_warps": warps, "enable_fp_fusion": False, **options}
         self.index, self.alone = device.index, device.index is None or torch.cuda.device_count() == 1
         self.compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
@@ -84,9 +86,7 @@ class Launch:
         if run is not None and not getattr(hooks, "calls", hooks):
             run(pointers)
             return
-        kernel = self.function[(self.programs,)](
-            *tensors, *self.arguments, num_warps=self.warps, enable_fp_fusion=False
-        )
+        kernel = self.function[(self.programs,)](*tensors, *self.arguments, **self.options)
         if hasattr(kernel, "packed_metadata"):
             self.compiled[key] = self._direct(kernel)
 
@@ -218,6 +218,7 @@ def _per_batch(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
         else:
             scale, zero_point = measures[kind](packed)
             quantize(y, None, packed, scale, zero_point, None, None)
+            scale = mark_nan(scale, x, per=signature.per) if op == "quantize" else scale
         return memory.restore(y, x), scale, zero_point
 
     return run

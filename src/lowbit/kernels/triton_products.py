@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,24 +12,49 @@ from torch import Tensor
 from triton import knobs
 
 from lowbit.kernels.triton_formulas import INTERPRETED, narrowed
+from lowbit.kernels.triton_launch import Launch
 
 # What is worth tuning.
 ROWS, COLUMNS, INNER = 256, 128, 128  # of a tile
 WARPS, STAGES = 8, 3
 TOGETHER = 8  # tiles of rows that are taken together, so that they find each other's columns in the cache
+PARTS = 2  # in which a tile is stored
 
-_ALIGNED = 16  # bytes, from row to row of what a descriptor reads
+_ALIGNED = 16  # bytes, from row to row of what a descriptor reads or writes
+
+
+@triton.jit
+def _store_part(
+    total, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, row, column, rows, columns,
+    scale_by_row: tl.constexpr, zero_by_row: tl.constexpr, scale_by_column: tl.constexpr, double: tl.constexpr,
+    described: tl.constexpr,
+):  # fmt: skip
+    """The epilogue: y of the sums ``total``, whose first lies at (row, column)"""
+    math: tl.constexpr = tl.float64 if double else tl.float32
+    r, c = row + tl.arange(0, total.shape[0])[:, None], column + tl.arange(0, total.shape[1])[None, :]
+    if zero_ptr is not None:
+        zero = tl.load(zero_ptr + r, mask=r < rows, other=0) if zero_by_row else tl.load(zero_ptr)
+        total -= zero * tl.load(sums_ptr + c, mask=c < columns, other=0)
+    x_scale = tl.load(x_scale_ptr + r, mask=r < rows, other=0.0) if scale_by_row else tl.load(x_scale_ptr)
+    w_scale = tl.load(w_scale_ptr + c, mask=c < columns, other=0.0) if scale_by_column else tl.load(w_scale_ptr)
+    value = total.to(math) * (x_scale * w_scale)
+    if bias_ptr is not None:
+        value += tl.load(bias_ptr + c, mask=c < columns, other=0.0)
+    value = narrowed(value, y_ptr.dtype.element_ty)
+    if described:
+        y.store([row, column], value)
+    else:
+        tl.store(y_ptr + r.to(tl.int64) * columns + c, value, mask=(r < rows) & (c < columns))
 
 
 @triton.jit
 def _tile(
-    place, x, w, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, rows, columns, steps,
+    tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, rows, columns, steps,
     scale_by_row: tl.constexpr, zero_by_row: tl.constexpr, scale_by_column: tl.constexpr, double: tl.constexpr,
-    block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
+    described: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr,
+    together: tl.constexpr, parts: tl.constexpr,
 ):  # fmt: skip
-    math: tl.constexpr = tl.float64 if double else tl.float32
     down, across = tl.cdiv(rows, block_rows), tl.cdiv(columns, block_columns)
-    tile = min(place, down * across - 1)  # past the last there is nothing to store
     first = tile // (together * across) * together
     size = min(down - first, together)
     row = (first + tile % (together * across) % size) * block_rows
@@ -38,17 +63,22 @@ def _tile(
     for step in range(steps):
         a, b = x.load([row, step * block_inner]), w.load([column, step * block_inner])
         total = tl.dot(a, b.T, total, out_dtype=tl.int32)
-    r, c = row + tl.arange(0, block_rows)[:, None], column + tl.arange(0, block_columns)[None, :]
-    if zero_ptr is not None:
-        zero = tl.load(zero_ptr + r, mask=r < rows, other=0) if zero_by_row else tl.load(zero_ptr)
-        total -= zero * tl.load(sums_ptr + c, mask=c < columns, other=0)
-    x_scale = tl.load(x_scale_ptr + r, mask=r < rows, other=0.0) if scale_by_row else tl.load(x_scale_ptr)
-    w_scale = tl.load(w_scale_ptr + c, mask=c < columns, other=0.0) if scale_by_column else tl.load(w_scale_ptr)
-    y = total.to(math) * (x_scale * w_scale)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + c, mask=c < columns, other=0.0)
-    inside = (r < rows) & (c < columns) & (place == tile)
-    tl.store(y_ptr + r.to(tl.int64) * columns + c, narrowed(y, y_ptr.dtype.element_ty), mask=inside)
+    if parts == 1:
+        _store_part(
+            total, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, row, column, rows, columns,
+            scale_by_row, zero_by_row, scale_by_column, double, described,
+        )  # fmt: skip
+    else:  # in two halves, the second of which is computed while the first is on its way
+        halves = tl.permute(tl.reshape(total, (block_rows, 2, block_columns // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        _store_part(
+            left, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, row, column, rows, columns,
+            scale_by_row, zero_by_row, scale_by_column, double, described,
+        )  # fmt: skip
+        _store_part(
+            right, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, row, column + block_columns // 2,
+            rows, columns, scale_by_row, zero_by_row, scale_by_column, double, described,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -56,26 +86,32 @@ def _product(
     x_ptr, w_ptr, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr,
     rows, columns, inner,
     scale_by_row: tl.constexpr, zero_by_row: tl.constexpr, scale_by_column: tl.constexpr, double: tl.constexpr,
-    block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
-    programs: tl.constexpr, fixed_turns: tl.constexpr, fixed_steps: tl.constexpr,
+    described: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr,
+    together: tl.constexpr, parts: tl.constexpr, programs: tl.constexpr, fixed_turns: tl.constexpr,
+    fixed_steps: tl.constexpr,
 ):  # fmt: skip
     """y = float(sum_k x * w - z * sum_k w) * (s_x * s_w) + b; a program takes every ``programs``-th tile"""
     x = tl.make_tensor_descriptor(x_ptr, [rows, inner], [inner, 1], [block_rows, block_inner])
     w = tl.make_tensor_descriptor(w_ptr, [columns, inner], [inner, 1], [block_columns, block_inner])
+    if described:
+        y = tl.make_tensor_descriptor(y_ptr, [rows, columns], [columns, 1], [block_rows, block_columns // parts])
+    else:
+        y = None
+    tiles = tl.cdiv(rows, block_rows) * tl.cdiv(columns, block_columns)
     if INTERPRETED:  # which knows no bounds of a loop that are not constant
         for turn in range(fixed_turns):
-            _tile(
-                tl.program_id(0) + turn * programs, x, w, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr,
-                rows, columns, fixed_steps, scale_by_row, zero_by_row, scale_by_column, double,
-                block_rows, block_columns, block_inner, together,
-            )  # fmt: skip
+            if tl.program_id(0) + turn * programs < tiles:
+                _tile(
+                    tl.program_id(0) + turn * programs, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr,
+                    bias_ptr, rows, columns, fixed_steps, scale_by_row, zero_by_row, scale_by_column, double, described,
+                    block_rows, block_columns, block_inner, together, parts,
+                )  # fmt: skip
     else:
-        turns = tl.cdiv(tl.cdiv(rows, block_rows) * tl.cdiv(columns, block_columns), programs)
-        for turn in tl.range(0, turns, flatten=True):
+        for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
             _tile(
-                tl.program_id(0) + turn * programs, x, w, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr,
-                rows, columns, tl.cdiv(inner, block_inner), scale_by_row, zero_by_row, scale_by_column, double,
-                block_rows, block_columns, block_inner, together,
+                tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr,
+                bias_ptr, rows, columns, tl.cdiv(inner, block_inner), scale_by_row, zero_by_row, scale_by_column,
+                double, described, block_rows, block_columns, block_inner, together, parts,
             )  # fmt: skip
 
 
@@ -103,29 +139,42 @@ def scaled_product(
     """y = float(sum_k (q_x - z) * q_w) * (s_x * s_w) + b; scales and bias in the arithmetic's dtype"""
     (rows, inner), columns = q_x.shape, q_w.shape[0]
     y = torch.empty((rows, columns), dtype=dtype, device=q_x.device)
-    programs = _processors(q_x.device)
     zero_point = None if zero_point is None else zero_point.to(torch.int32).contiguous()
-    by = x_scale.dim() > 0, zero_point is not None and zero_point.dim() > 0, w_scale.dim() > 0
+    launch = _launch(
+        *(rows, columns, inner),
+        *(x_scale.dim() > 0, zero_point is not None and zero_point.dim() > 0, w_scale.dim() > 0),
+        *(x_scale.dtype, dtype, q_x.device),
+    )
+    tensors = q_x.contiguous(), q_w.contiguous(), y, x_scale.contiguous(), w_scale.contiguous()
+    triton.set_allocator(_allocate)
+    launch(*tensors, zero_point, column_sums, bias)
+    return y
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    rows: int,
+    columns: int,
+    inner: int,
+    scale_by_row: bool,
+    zero_by_row: bool,
+    scale_by_column: bool,
+    math: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Launch:
+    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    described = columns * dtype.itemsize % _ALIGNED == 0
     blocks, fixed = (ROWS, COLUMNS, INNER), (0, 0)
     if knobs.runtime.interpret:
         blocks = 16, 32, 16
         tiles = triton.cdiv(rows, blocks[0]) * triton.cdiv(columns, blocks[1])
         fixed = triton.cdiv(tiles, programs), triton.cdiv(inner, blocks[2])
-    tensors = q_x.contiguous(), q_w.contiguous(), y, x_scale.contiguous(), w_scale.contiguous()
-    with torch.cuda.device_of(q_x):
-        triton.set_allocator(_allocate)
-        _product[(programs,)](
-            *tensors, zero_point, column_sums, bias, rows, columns, inner, *by, x_scale.dtype == torch.float64, *blocks,
-            TOGETHER, programs, *fixed, num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
-        )  # fmt: skip
-    return y
+    flags = scale_by_row, zero_by_row, scale_by_column, math == torch.float64, described
+    arguments = rows, columns, inner, *flags, *blocks, TOGETHER, PARTS, programs, *fixed
+    return Launch(_product, programs, arguments, WARPS, device, num_stages=STAGES)
 
 
 def _allocate(size: int, alignment: int, stream: Any) -> Tensor:
     """Where a kernel keeps its descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from lowbit.kernels.plan import is_traced
 from lowbit.kernels.products import is_fast
 from lowbit.nn.layer import QuantLayer
 
-# By device: below so many multiplications, what surrounds a product of integers takes longer than it saves. A GPU joins
-# when its kernels have been measured on one.
-_LEAST = {"cpu": 2**24}
+# By device: below so many multiplications, what surrounds a product of integers takes longer than it saves.
+_LEAST = {"cpu": 2**24, "cuda": 2**31}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,14 +41,19 @@ class LinearLayer(QuantLayer):
     @property
     def least_rows(self) -> int:
         """From how many rows on the layer multiplies codes in training."""
-        return -(-_LEAST["cpu"] // (self.in_features * self.out_features))
+        return -(-_LEAST[self._device] // (self.in_features * self.out_features))
+
+    @property
+    def _device(self) -> str:
+        parameter = next(self.parameters(recurse=False), None)
+        return "cpu" if parameter is None else parameter.device.type
 
     def product_refusal(self) -> str:
         """Why this layer never multiplies codes in training; "" where it does."""
         if type(self).float_class.forward is not nn.Linear.forward:
             return "the layer has a forward of its own"
-        if any(parameter.device.type not in _LEAST for parameter in self.parameters(recurse=False)):
-            return "the layer is not on the CPU"
+        if self._device not in _LEAST:
+            return f"there is none on {self._device}"
         if self._norm or self.integer_bias:
             return "a batch norm is folded into it" if self._norm else "its bias is one of integers"
         if self.in_features > LONGEST_ROW:
@@ -73,7 +76,7 @@ class LinearLayer(QuantLayer):
         """All that can be told without the weight, which may be computed."""
         return (
             self.training
-            and not is_traced(x)
+            and not _is_watched(x)
             and isinstance(x, Tensor)
             and x.dim() > 0
             and x.dtype in _DTYPES
@@ -91,13 +94,15 @@ _PERS = {
 }
 
 
+def _is_watched(x: Any) -> bool:
+    """Whether a tracer wants torch's own ops, or x is no plain tensor; a compiler takes the product as it is."""
+    return torch.compiler.is_exporting() if torch.compiler.is_compiling() else is_traced(x)
+
+
 def _multiplies_codes(x: Tensor, weight: Any, bias: Tensor | None) -> bool:
-    if not isinstance(weight, Tensor) or is_traced(weight) or weight.device != x.device:
+    if not isinstance(weight, Tensor) or weight.device != x.device or _is_watched(weight):
         return False
     dtypes = {x.dtype, weight.dtype, *([] if bias is None else [bias.dtype])}
     if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):
         return False
-    if weight.dtype not in _DTYPES:
-        return False
-    # On the CPU codes know no NaN, which must be seen; an infinity may make one of the sum too, and needs no speed.
-    return x.is_cuda or all(math.isfinite(tensor.detach().sum(dtype=torch.float32)) for tensor in (x, weight))
+    return weight.dtype in _DTYPES
