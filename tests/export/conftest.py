@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch._export.utils as exporting
 from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+from verifying import Exports
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,7 +31,5 @@ def registry() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from verifying import Exports  # here, since the tests of artifacts run where onnx is not installed
-
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exports:
     return Exports(tmp_path_factory.mktemp("exported"))

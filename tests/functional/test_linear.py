@@ -62,13 +62,14 @@ def spread(values: Tensor | None, coded: Coded) -> Tensor:
 
 def write_out(x: Coded, w: Coded, bias: Tensor | None) -> Tensor:
     """y = float(sum (q_x - z_x) * q_w) * (s_x * s_w) + b"""
-    sums = (x.q.long() - spread(x.zero_point, x).long()) @ w.q.long().t()
     dtype = x.carrier.dtype
+    x, w = (Coded(*(part.cpu() if isinstance(part, Tensor) else part for part in coded)) for coded in (x, w))
+    sums = (x.q.long() - spread(x.zero_point, x).long()) @ w.q.long().t()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scales = (spread(part.scale, part)[..., :1].to(wide) for part in (x, w))
     x_scale, w_scale = (scale.detach() for scale in scales)
     y = sums.to(wide) * (x_scale * w_scale.t().view(-1))
-    return (y if bias is None else y + bias.detach().to(wide)).to(dtype)
+    return (y if bias is None else y + bias.detach().cpu().to(wide)).to(dtype)
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
@@ -83,7 +84,7 @@ def test_values_are_the_sums_scaled_in_one_order(
             coded = QUANTIZERS[name](x), WEIGHTS[weight](w)
             y = integer_linear(*coded, bias)
             assert y.device == x.device
-            assert_same_bits(y, write_out(*coded, bias))
+            assert_same_bits(y.cpu(), write_out(*coded, bias))
 
 
 @pytest.mark.parametrize(("shape", "outputs"), SHAPES)
@@ -182,7 +183,7 @@ def test_bits_of_native_kernels(elements: int, ste: SteKind) -> None:
 def test_a_bias_that_lies_otherwise_in_memory(bias: Tensor, device: torch.device) -> None:
     bias = bias.to(device)
     coded = QUANTIZERS["token"](data((3, 16)).to(device)), WEIGHTS["channels"](data((4, 16), seed=1).to(device))
-    assert_same_bits(integer_linear(*coded, bias), write_out(*coded, bias))
+    assert_same_bits(integer_linear(*coded, bias).cpu(), write_out(*coded, bias))
 
 
 def test_refusals() -> None:

@@ -61,11 +61,13 @@ def _in_units_of_float(options: argparse.Namespace, device: torch.device, comman
     quick, kind = options.quick, device.type
     run_all: Any = run_models if options.models else run_linear
     places: Any
+    ways: list[Any]
     if options.models:
-        places, what, ways = (QUICK_NETWORKS if quick else NETWORKS[kind]), "networks", list[Any](TRAINEES)
+        places, what = (QUICK_NETWORKS if quick else NETWORKS[kind]), "networks"
+        ways = [trainee for trainee in TRAINEES if kind == "cuda" or not trainee.captured]
         legend, seconds = MODELS_LEGEND, 30.0
     else:
-        places, what, ways = (QUICK_SHAPES if quick else SHAPES[kind]), "shapes", list[Any](LAYERS)
+        places, what, ways = (QUICK_SHAPES if quick else SHAPES[kind]), "shapes", list(LAYERS)
         legend, seconds = LINEAR_LEGEND, 10.0
     ways = [way for way in ways if not (quick and way.compiled)]
     blocks = run_all(places, ways, device, options.seconds or (0.05 if quick else seconds))

@@ -23,7 +23,7 @@ _SAMPLE_SECONDS = 0.02
 LEGEND = (
     "step: median time of forward and backward. /float: the median of the rounds' own ratios; spread: their "
     "interquartile range over it.\npeak: most bytes at once in a step, on a GPU. kept: bytes that autograd saves for "
-    "the backward, weights included.\nSNR: the least of output, dx and dw, float's being the signal."
+    "the backward, weights included.\nSNR: the least of output and gradients, float's being the signal."
 )
 
 
@@ -64,15 +64,15 @@ class Layer:
 
 
 class Step:
-    """Forward, and backward of a given gradient: y, dx and every dw"""
+    """Forward, and backward of a given gradient: y, dx, every dw and db"""
 
     def __init__(self, model: nn.Module, x: Tensor, g: Tensor) -> None:
         self.model, self.x, self.g = model, x.detach().requires_grad_(), g
-        self.weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        self.parameters = list(model.parameters())
 
     def __call__(self) -> tuple[Tensor, ...]:
         y: Tensor = self.model(self.x)
-        return y.detach(), *torch.autograd.grad(y, [self.x, *self.weights], self.g)
+        return y.detach(), *torch.autograd.grad(y, [self.x, *self.parameters], self.g)
 
 
 def run_linear(

@@ -55,6 +55,7 @@ class Trainee:
     least_snr: float | None = _EIGHT_BITS
     is_ours: bool = False
     compiled: bool = False
+    captured: bool = False  # as a CUDA graph
 
 
 @dataclass
@@ -80,14 +81,18 @@ class ModelRow:
 class Training:
     """A model, its batch and its optimizer: ``step()`` is one training step, and leaves no gradient behind."""
 
-    def __init__(self, model: nn.Module, batch: tuple[Tensor, Tensor], *, compiled: bool) -> None:
+    def __init__(
+        self, model: nn.Module, batch: tuple[Tensor, Tensor], *, compiled: bool = False, regions: str = ""
+    ) -> None:
         self.model, self.inputs, self.targets = model, *batch
-        self.forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+        if compiled:
+            for part in getattr(model, regions) if regions else [model]:
+                part.compile(fullgraph=True, dynamic=False)
         self.optimizer = torch.optim.SGD(model.parameters(), _RATE, momentum=0.9)
 
     def forward_loss(self) -> tuple[Tensor, Tensor]:
         """logits, cross_entropy(logits, targets)"""
-        logits = self.forward(self.inputs)
+        logits = self.model(self.inputs)
         return logits, functional.cross_entropy(logits.flatten(0, -2), self.targets.flatten())
 
     def step(self) -> None:
@@ -95,6 +100,13 @@ class Training:
         self.forward_loss()[1].backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def capture(self) -> Callable[[], None]:
+        """The step as a CUDA graph; it has run before."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph.replay
 
 
 def run_models(
@@ -125,14 +137,14 @@ def run_network(
     with torch.no_grad():
         signal = copy.deepcopy(model)(batch[0])
     torch.compiler.reset()  # else the networks share Dynamo's limit of recompilations
-    rows, trainings = [], {}
+    rows, steps = [], {}
     for trainee in trainees:
         row = ModelRow(network.name, trainee.name)
         rows.append(row)
         try:
             trained, row.note = trainee.build(copy.deepcopy(model), network, batch[0])
             names = {name for name, _ in model.named_parameters()}
-            training = _check(row, trainee, trained, batch, signal, names, network.extra_noise)
+            training = _check(row, trainee, trained, batch, signal, names, network)
         except UnfitError as unfit:
             row.status, row.note = "skipped", str(unfit)
         except torch.cuda.OutOfMemoryError:
@@ -140,10 +152,10 @@ def run_network(
         except Exception as error:  # whatever a contender raises is its result
             row.status, row.note = "failed", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if row.status == "ok":
-            trainings[trainee.name] = training
             training.step()  # the optimizer's state is there from now on
             row.peak_bytes, row.kept_bytes = _memory(training, device)
-    fill_in(rows, alternate({name: t.step for name, t in trainings.items()}, clock, seconds, _SAMPLE_SECONDS))
+            steps[trainee.name] = training.capture() if trainee.captured else training.step
+    fill_in(rows, alternate(steps, clock, seconds, _SAMPLE_SECONDS))
     return rows
 
 
@@ -154,20 +166,20 @@ def _check(
     batch: tuple[Tensor, Tensor],
     signal: Tensor,
     names: set[str],
-    extra_noise: float,
+    network: Network,
 ) -> Training:
     """The first step: are the logits near float's, the loss finite, and is there a gradient for every parameter?"""
     model.train()
     # Scales that follow the data start in a first, eager batch: torch.compile would compile that one too, and again.
     with torch.no_grad():
         model(batch[0])
-    twin = Training(copy.deepcopy(model), batch, compiled=False) if trainee.compiled else None
-    training = Training(model, batch, compiled=trainee.compiled)
+    twin = Training(copy.deepcopy(model), batch) if trainee.compiled else None
+    training = Training(model, batch, compiled=trainee.compiled, regions=network.regions)
     logits, loss = training.forward_loss()
     problems = []
     if trainee.name != FLOAT:
         row.snr_db = signal_to_noise(logits.detach(), signal)
-        least = None if trainee.least_snr is None else trainee.least_snr - extra_noise
+        least = None if trainee.least_snr is None else trainee.least_snr - network.extra_noise
         if least is not None and not row.snr_db >= least:
             problems.append(f"the logits have {row.snr_db:.1f} dB of signal to noise, of {least:.0f}")
     if not loss.isfinite():
@@ -344,6 +356,10 @@ TRAINEES = (
     Trainee("lowbit w8a8_dynamic", _lowbit(recipes.w8a8_dynamic), is_ours=True),
     Trainee("lowbit w2a2", _lowbit(recipes.w2a2), least_snr=None, is_ours=True),
     Trainee("lowbit w8a8 compiled", _lowbit(recipes.w8a8), is_ours=True, compiled=True),
+    Trainee("lowbit w8a8_dynamic compiled", _lowbit(recipes.w8a8_dynamic), is_ours=True, compiled=True),
+    Trainee("float captured", _float, least_snr=_SAME, captured=True),
+    Trainee("lowbit w8a8 captured", _lowbit(recipes.w8a8), is_ours=True, captured=True),
+    Trainee("lowbit w8a8_dynamic captured", _lowbit(recipes.w8a8_dynamic), is_ours=True, captured=True),
     Trainee("torchao", _torchao),
     Trainee("brevitas", _brevitas),
 )

@@ -22,6 +22,7 @@ class Network(NamedTuple):
     batch: Callable[[], tuple[Tensor, Tensor]]
     convolves: bool = False
     extra_noise: float = 0.0  # that its logits may have, in decibels
+    regions: str = ""  # the modules, all of one kind, that are compiled one by one; "": the whole network at once
 
 
 class BasicBlock(nn.Module):
@@ -160,6 +161,7 @@ NETWORKS = {
             "GPT, 12 blocks of width 768, 16 x 1024 tokens",
             lambda: Transformer(12, 768, 12, 1024),
             lambda: _tokens(16, 1024),
+            regions="blocks",
         ),
     ),
 }

@@ -12,7 +12,8 @@ from lowbit.functional.check import check_params
 from lowbit.functional.statistics import params_from_data
 from lowbit.granularity import Granularity
 from lowbit.grid import Grid
-from lowbit.kernels import native, plan, reference
+from lowbit.kernels import plan
+from lowbit.kernels.nan import mark_nan, mark_rare_nan
 from lowbit.kernels.products import scaled_product, select
 from lowbit.ste import SteKind
 
@@ -41,7 +42,7 @@ class Coded(NamedTuple):
 
 
 def _carrier(x: Tensor) -> Tensor:
-    return x.new_zeros(()).expand(x.shape)
+    return torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)
 
 
 class _Code(torch.autograd.Function):
@@ -57,11 +58,12 @@ class _Code(torch.autograd.Function):
             bits = plan.run("gradient_bits", x, x, scale, zero_point, grid=grid, per=per, ste=ste)
             ctx.save_for_backward(bits)
         ctx.mark_non_differentiable(q)
+        ctx.set_materialize_grads(False)  # none of the codes'
         return _carrier(x), q
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        dx = select(grad_output, *ctx.saved_tensors) if ctx.clips else grad_output
+    def backward(ctx: Any, grad_output: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        dx = select(grad_output, *ctx.saved_tensors) if ctx.clips and grad_output is not None else grad_output
         return dx, None, None, None, None, None
 
 
@@ -75,10 +77,11 @@ class _CodePerBatch(torch.autograd.Function):
         q, scale, zero_point = plan.run("quantize_per_batch", x, x, grid=grid, per=per, symmetric=symmetric)
         found = [tensor for tensor in (q, scale, zero_point) if tensor is not None]
         ctx.mark_non_differentiable(*found)
+        ctx.set_materialize_grads(False)
         return _carrier(x), q, scale, zero_point
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         return grad_output, None, None, None
 
 
@@ -147,8 +150,8 @@ def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per
         zero_point = -shift.expand(scale.shape) if zero_point is None else zero_point - shift
         grid = Grid(8)
     carrier, q = apply(_Code, x, scale, zero_point, grid, per, ste)
-    backend = native if not plan.is_traced(x) and plan.runs("native", x) else reference
-    return Coded(carrier, q, backend.mark_nan(scale, x.detach(), per=per), zero_point, per)
+    mark = mark_nan if x.is_cuda or plan.is_traced(x) else mark_rare_nan
+    return Coded(carrier, q, mark(scale, x.detach(), per=per), zero_point, per)
 
 
 def code_per_batch(x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool) -> Coded:

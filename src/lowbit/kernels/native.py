@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.granularity import Granularity, Layout
-from lowbit.kernels import reference
+from lowbit.granularity import Layout
+from lowbit.kernels.nan import mark_rare_nan
 from lowbit.kernels.precision import math_dtype
 from lowbit.kernels.signature import Memory, Signature
 from lowbit.scale import affine_params, symmetric_scale
@@ -411,14 +411,9 @@ def _codes_per_batch(signature: Signature) -> Callable[..., Any]:
 
     def codes_per_batch(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
         q, scale, zero_point = per_batch(x, symmetric=symmetric)
-        return q, mark_nan(scale, x, per=signature.per), zero_point
+        return q, mark_rare_nan(scale, x, per=signature.per), zero_point
 
     return codes_per_batch
-
-
-def mark_nan(scale: Tensor, x: Tensor, *, per: Granularity) -> Tensor:
-    """s[c], NaN where group c of x holds NaN; most often there is none, which a sum tells in one read"""
-    return scale if math.isfinite(x.sum(dtype=torch.float32)) else reference.mark_nan(scale, x, per=per)
 
 
 def _gradient_bits(signature: Signature) -> Callable[..., Tensor]:

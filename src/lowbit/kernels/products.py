@@ -119,14 +119,14 @@ def _scaled_product(
 ) -> Tensor:
     wide = math_dtype(dtype)
     columns = q_w.sum(1, dtype=torch.int32) if zero_point is not None else None
-    bias = None if bias is None else bias.to(wide).contiguous()
+    bias = None if bias is None else bias.contiguous()
     scales = x_scale.to(wide), w_scale.to(wide)
     if plan.runs("triton", q_x):
         from lowbit.kernels import triton_products  # half a second, which only users of a GPU should spend
 
         if not triton_products.refusal(q_x, q_w):
             return triton_products.scaled_product(q_x, q_w, *scales, zero_point, columns, bias, dtype)
-    sums = int_mm(q_x, q_w.t())
+    sums, bias = int_mm(q_x, q_w.t()), None if bias is None else bias.to(wide)
     if plan.runs("native", sums):
         return native.scale_sums(sums, *scales, zero_point, columns, bias, dtype)
     if zero_point is not None and columns is not None:

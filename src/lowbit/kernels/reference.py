@@ -17,6 +17,7 @@ from torch import Tensor
 from lowbit.division import divide
 from lowbit.granularity import Granularity
 from lowbit.grid import Grid
+from lowbit.kernels.nan import mark_nan
 from lowbit.kernels.ops import OPS
 from lowbit.kernels.precision import math_dtype
 from lowbit.kernels.signature import Signature
@@ -171,13 +172,6 @@ def quantize_per_batch(
     scale, zero_point = _own_params(x, grid, per, symmetric=symmetric)
     q = quantize(x, scale, zero_point, grid=grid, per=per, dtype=torch.int8)
     return q, mark_nan(scale, x, per=per), zero_point
-
-
-def mark_nan(scale: Tensor, x: Tensor, *, per: Granularity) -> Tensor:
-    """s[c], NaN where group c of x holds NaN"""
-    if x.numel() == 0:
-        return scale
-    return scale.masked_fill(per.reduce(torch.amax, per.split(x).isnan()), math.nan)
 
 
 def _own_params(x: Tensor, grid: Grid, per: Granularity, *, symmetric: bool) -> tuple[Tensor, Tensor | None]:

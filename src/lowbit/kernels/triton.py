@@ -18,13 +18,16 @@ from torch import Tensor
 from lowbit.kernels import triton_launch
 from lowbit.kernels.signature import Signature
 from lowbit.kernels.triton_formulas import (
+    code_of,
     divided,
     gradient_of,
+    greater,
     inverse_of,
     is_in_range,
     narrowed,
     params_of,
     quotient_of,
+    ratio_of,
     rounded,
     slope_of,
     widened,
@@ -281,32 +284,62 @@ def _quantize_rows(
     rows, units, chunks, tiles, period, channels, inner,
     by_row: tl.constexpr, single: tl.constexpr, plain: tl.constexpr, ordered: tl.constexpr, wide: tl.constexpr,
     unit: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, steps: tl.constexpr,
-    even: tl.constexpr, kind: tl.constexpr,
+    even: tl.constexpr, kind: tl.constexpr, clips: tl.constexpr,
+    strided: tl.constexpr, middle, last, x_first, x_middle, x_last, y_first, y_middle, y_last,
     quant_min, quant_max, double: tl.constexpr, fused: tl.constexpr,
 ):  # fmt: skip
-    """s, z from the range of each row, and y = fake_quantize(x, s, z), or the codes, in one read of x"""
+    """s, z from the range of each row, and y = fake_quantize(x, s, z), or the codes, in one read of x
+
+    ``clips``: whether a finite x may lie beyond the codes, as below 0 it does beyond unsigned ones. ``strided``: the
+    rows lie apart, along three axes of which two have ``middle`` and ``last`` indices, with these strides.
+    """
     math: tl.constexpr = tl.float64 if double else tl.float32
     base, _, offsets, down, across, rows_left, columns_left, group, _ = _place(
         rows, units, chunks, tiles, period, channels, inner,
         by_row, single, plain, ordered, wide, unit, block_rows, block_columns, steps,
     )  # fmt: skip
     known, inside = down < rows_left, (down < rows_left) & (across < columns_left)
-    x = widened(_load(x_ptr + base + offsets, inside, 0, even), math)
-    a, b = _ends(x, inside, kind, even)
-    a, b = _collapse(a, b, 1, kind)
-    s, z = params_of(a, b, kind, quant_min, quant_max, double)
-    if y_ptr.dtype.element_ty.is_int():  # codes know no NaN, which must be seen
-        has_nan = tl.max((x != x).to(tl.int32), 1, keep_dims=True) != 0
-        _store(s_ptr + group, tl.where(has_nan, float("nan"), s), known, even)
+    if strided:
+        i, j, k = group // (middle * last), group // last % middle, group % last
+        x_ptr += i * x_first + j * x_middle + k * x_last + across
+        y_ptr += i * y_first + j * y_middle + k * y_last + across
     else:
-        _store(s_ptr + group, s, known, even)
+        x_ptr += base + offsets
+        y_ptr += base + offsets
+    codes: tl.constexpr = y_ptr.dtype.element_ty.is_int()
+    x = widened(_load(x_ptr, inside, 0, even), math)
+    # Most tiles hold finite numbers alone, which one maximum tells: then no other look at them is needed.
+    most = tl.reduce(tl.abs(x), 1, greater, keep_dims=True)
+    plainly = tl.sum((most < float("inf")).to(tl.int32)) == block_rows
+    if kind == "symmetric":
+        a, b = most, most
+        if not plainly:
+            ends, same = _ends(x, inside, kind, even)
+            a, same = _collapse(ends, same, 1, kind)
+    else:
+        a, b = _ends(x, inside, kind, even)
+        a, b = _collapse(a, b, 1, kind)
+    s, z = params_of(a, b, kind, quant_min, quant_max, double)
+    # Codes know no NaN, which must be seen.
+    _store(s_ptr + group, tl.where(most == most, s, float("nan")) if codes else s, known, even)
     if z_ptr is None:
         z = tl.zeros_like(s)
     else:
         _store(z_ptr + group, z, known, even)
-    y = rounded(quotient_of(x, s, inverse_of(s, fused), quant_min - z, quant_max - z, fused), double)
-    y = (tl.where(x == x, y, 0.0) + z).to(tl.int32) if y_ptr.dtype.element_ty.is_int() else y * s
-    _store(y_ptr + base + offsets, y, inside, even)
+    inverse = inverse_of(s, fused)
+    if not clips and plainly:
+        v = ratio_of(x, s, inverse, fused)
+    else:
+        v = quotient_of(x, s, inverse, quant_min - z, quant_max - z, fused)
+        if codes:
+            v = tl.where(x == x, v, 0.0)
+    if not codes:
+        y = rounded(v, double) * s
+    elif clips or double:
+        y = (rounded(v, double) + z).to(tl.int32)
+    else:
+        y = code_of(v)
+    _store(y_ptr, y, inside, even)
 
 
 @triton.jit

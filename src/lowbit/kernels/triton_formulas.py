@@ -20,6 +20,12 @@ def clamped(x, low, high):
 
 
 @triton.jit
+def greater(a, b):
+    """max(a, b), NaN kept"""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def divided(a, b):
     """a / b, correctly rounded"""
     return a / b if a.dtype == tl.float64 or b.dtype == tl.float64 else tl.div_rn(a, b)
@@ -78,13 +84,29 @@ def quotient_of(x, s, inverse, low, high, fused: tl.constexpr):
     instead of v keeps out infinities; low * d / d may be an ulp off low, which rounding takes away.
     """
     if fused:
-        p, minus_d, zh, zl = inverse
-        x = clamped(x * p, low * (s * p), high * (s * p))
-        q = tl.fma(x, zh, x * zl)
-        v = tl.fma(tl.fma(q, minus_d, x), zh, q)
+        v = _refined(clamped(x * inverse[0], low * (s * inverse[0]), high * (s * inverse[0])), inverse)
     else:
         v = clamped(divided(x, s), low, high)
     return v
+
+
+@triton.jit
+def ratio_of(x, s, inverse, fused: tl.constexpr):
+    """v = x / s, correctly rounded, of a finite v that is not far from the codes"""
+    return _refined(x * inverse[0], inverse) if fused else divided(x, s)
+
+
+@triton.jit
+def _refined(x, inverse):
+    _, minus_d, zh, zl = inverse
+    q = tl.fma(x, zh, x * zl)
+    return tl.fma(tl.fma(q, minus_d, x), zh, q)
+
+
+@triton.jit
+def code_of(v):
+    """round(v), half to even, of a finite float32 whose code fits int8: the last byte of v + 1.5 * 2^23"""
+    return (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from lowbit.kernels.reference import mark_nan
+from lowbit.kernels.nan import mark_nan
 from lowbit.kernels.signature import Signature
 from lowbit.kernels.tiling import Tiling, bytes_read, plan_tiles
 from lowbit.ste import SteKind
@@ -200,17 +200,33 @@ def _per_batch(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
     memory, wide, shape = signature.memory, signature.math_dtype, signature.scale_shape
     op = signature.op.removesuffix("_per_batch")
     own = torch.int8 if op == "quantize" else signature.dtype
-    one_read = memory.layout.channels == 1 and memory.layout.period <= ONE_READ
+    layout = memory.layout
+    # A group that is one run of memory.
+    run_length = layout.period if layout.channels == 1 else layout.inner
+    one_read = run_length <= ONE_READ and (layout.channels == 1 or layout.period == layout.channels * layout.inner)
+    apart = _rows_apart(signature) if one_read and memory.copies else None
     if one_read:
         tiling = plan_tiles(signature, whole_rows=True)
-        rows = {kind: _tiled(signature, kernels.quantize_rows, tiling, kind) for kind in ("symmetric", "affine")}
+        rows = {
+            kind: _tiled(
+                signature,
+                kernels.quantize_rows,
+                tiling,
+                *(kind, kind == "affine" or not signature.grid.signed),
+                *(apart is not None, *(apart or (1, 1, 0, 0, 0, 0, 0, 0))),
+            )
+            for kind in ("symmetric", "affine")
+        }
     else:
         measures = {kind: _measure(signature, kernels, kind) for kind in ("symmetric", "affine")}
         quantize = _map(signature, kernels, op)
 
     def run(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
         kind = "symmetric" if symmetric else "affine"
-        y, packed = memory.empty(own, x.device), memory.arrange(x)
+        if apart is not None:
+            y, packed = torch.empty_like(x, dtype=own), x
+        else:
+            y, packed = memory.empty(own, x.device), memory.arrange(x)
         if one_read:
             scale = torch.empty(shape, dtype=wide, device=x.device)
             zero_point = None if symmetric else torch.empty(shape, dtype=torch.int32, device=x.device)
@@ -219,9 +235,28 @@ def _per_batch(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
             scale, zero_point = measures[kind](packed)
             quantize(y, None, packed, scale, zero_point, None, None)
             scale = mark_nan(scale, x, per=signature.per) if op == "quantize" else scale
-        return memory.restore(y, x), scale, zero_point
+        return y if apart is not None else memory.restore(y, x), scale, zero_point
 
     return run
+
+
+def _rows_apart(signature: Signature) -> tuple[int, ...] | None:
+    """Of rows that lie apart, such as those of an attention's heads: the sizes of two axes, and all strides of x and y
+
+    None where they do not: where an element's neighbour is not the next of its row, or there are more axes.
+    """
+    like = torch.empty_strided(signature.shape, signature.stride, device="meta")
+    result = torch.empty_like(like)
+    if not 1 < like.dim() <= 4 or (like.stride(-1), result.stride(-1)) != (1, 1) or 0 in like.stride():
+        return None
+    span = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    if signature.scale_shape != tuple(like.shape[:-1]) or span >= 1 << 31:
+        return None
+    more = 4 - like.dim()
+    sizes = [1] * more + list(like.shape)
+    strides = ([0] * more + list(tensor.stride()) for tensor in (like, result))
+    x, y = (stride[:-1] for stride in strides)
+    return *sizes[1:3], *x, *y
 
 
 def _gradient_bits(signature: Signature, kernels: Kernels) -> Callable[..., Any]:

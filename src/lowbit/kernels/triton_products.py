@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -11,40 +11,15 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from lowbit.kernels.triton_formulas import INTERPRETED, narrowed
+from lowbit.kernels.triton_formulas import INTERPRETED, narrowed, widened
 from lowbit.kernels.triton_launch import Launch
 
 # What is worth tuning.
-ROWS, COLUMNS, INNER = 256, 128, 128  # of a tile
+TILES = {2: (128, 256, 128), 4: (128, 128, 128), 8: (64, 64, 128)}  # rows, columns, inner, by bytes of a result
 WARPS, STAGES = 8, 3
 TOGETHER = 8  # tiles of rows that are taken together, so that they find each other's columns in the cache
-PARTS = 2  # in which a tile is stored
 
 _ALIGNED = 16  # bytes, from row to row of what a descriptor reads or writes
-
-
-@triton.jit
-def _store_part(
-    total, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, row, column, rows, columns,
-    scale_by_row: tl.constexpr, zero_by_row: tl.constexpr, scale_by_column: tl.constexpr, double: tl.constexpr,
-    described: tl.constexpr,
-):  # fmt: skip
-    """The epilogue: y of the sums ``total``, whose first lies at (row, column)"""
-    math: tl.constexpr = tl.float64 if double else tl.float32
-    r, c = row + tl.arange(0, total.shape[0])[:, None], column + tl.arange(0, total.shape[1])[None, :]
-    if zero_ptr is not None:
-        zero = tl.load(zero_ptr + r, mask=r < rows, other=0) if zero_by_row else tl.load(zero_ptr)
-        total -= zero * tl.load(sums_ptr + c, mask=c < columns, other=0)
-    x_scale = tl.load(x_scale_ptr + r, mask=r < rows, other=0.0) if scale_by_row else tl.load(x_scale_ptr)
-    w_scale = tl.load(w_scale_ptr + c, mask=c < columns, other=0.0) if scale_by_column else tl.load(w_scale_ptr)
-    value = total.to(math) * (x_scale * w_scale)
-    if bias_ptr is not None:
-        value += tl.load(bias_ptr + c, mask=c < columns, other=0.0)
-    value = narrowed(value, y_ptr.dtype.element_ty)
-    if described:
-        y.store([row, column], value)
-    else:
-        tl.store(y_ptr + r.to(tl.int64) * columns + c, value, mask=(r < rows) & (c < columns))
 
 
 @triton.jit
@@ -52,8 +27,9 @@ def _tile(
     tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, rows, columns, steps,
     scale_by_row: tl.constexpr, zero_by_row: tl.constexpr, scale_by_column: tl.constexpr, double: tl.constexpr,
     described: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr,
-    together: tl.constexpr, parts: tl.constexpr,
+    together: tl.constexpr,
 ):  # fmt: skip
+    math: tl.constexpr = tl.float64 if double else tl.float32
     down, across = tl.cdiv(rows, block_rows), tl.cdiv(columns, block_columns)
     first = tile // (together * across) * together
     size = min(down - first, together)
@@ -63,22 +39,20 @@ def _tile(
     for step in range(steps):
         a, b = x.load([row, step * block_inner]), w.load([column, step * block_inner])
         total = tl.dot(a, b.T, total, out_dtype=tl.int32)
-    if parts == 1:
-        _store_part(
-            total, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, row, column, rows, columns,
-            scale_by_row, zero_by_row, scale_by_column, double, described,
-        )  # fmt: skip
-    else:  # in two halves, the second of which is computed while the first is on its way
-        halves = tl.permute(tl.reshape(total, (block_rows, 2, block_columns // 2)), (0, 2, 1))
-        left, right = tl.split(halves)
-        _store_part(
-            left, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, row, column, rows, columns,
-            scale_by_row, zero_by_row, scale_by_column, double, described,
-        )  # fmt: skip
-        _store_part(
-            right, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, row, column + block_columns // 2,
-            rows, columns, scale_by_row, zero_by_row, scale_by_column, double, described,
-        )  # fmt: skip
+    r, c = row + tl.arange(0, block_rows)[:, None], column + tl.arange(0, block_columns)[None, :]
+    if zero_ptr is not None:
+        zero = tl.load(zero_ptr + r, mask=r < rows, other=0) if zero_by_row else tl.load(zero_ptr)
+        total -= zero * tl.load(sums_ptr + c, mask=c < columns, other=0)
+    x_scale = tl.load(x_scale_ptr + r, mask=r < rows, other=0.0) if scale_by_row else tl.load(x_scale_ptr)
+    w_scale = tl.load(w_scale_ptr + c, mask=c < columns, other=0.0) if scale_by_column else tl.load(w_scale_ptr)
+    value = total.to(math) * (x_scale * w_scale)
+    if bias_ptr is not None:
+        value += widened(tl.load(bias_ptr + c, mask=c < columns, other=0.0), math)
+    value = narrowed(value, y_ptr.dtype.element_ty)
+    if described:
+        y.store([row, column], value)
+    else:
+        tl.store(y_ptr + r.to(tl.int64) * columns + c, value, mask=(r < rows) & (c < columns))
 
 
 @triton.jit
@@ -87,14 +61,13 @@ def _product(
     rows, columns, inner,
     scale_by_row: tl.constexpr, zero_by_row: tl.constexpr, scale_by_column: tl.constexpr, double: tl.constexpr,
     described: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr,
-    together: tl.constexpr, parts: tl.constexpr, programs: tl.constexpr, fixed_turns: tl.constexpr,
-    fixed_steps: tl.constexpr,
+    together: tl.constexpr, programs: tl.constexpr, fixed_turns: tl.constexpr, fixed_steps: tl.constexpr,
 ):  # fmt: skip
     """y = float(sum_k x * w - z * sum_k w) * (s_x * s_w) + b; a program takes every ``programs``-th tile"""
     x = tl.make_tensor_descriptor(x_ptr, [rows, inner], [inner, 1], [block_rows, block_inner])
     w = tl.make_tensor_descriptor(w_ptr, [columns, inner], [inner, 1], [block_columns, block_inner])
     if described:
-        y = tl.make_tensor_descriptor(y_ptr, [rows, columns], [columns, 1], [block_rows, block_columns // parts])
+        y = tl.make_tensor_descriptor(y_ptr, [rows, columns], [columns, 1], [block_rows, block_columns])
     else:
         y = None
     tiles = tl.cdiv(rows, block_rows) * tl.cdiv(columns, block_columns)
@@ -104,14 +77,14 @@ def _product(
                 _tile(
                     tl.program_id(0) + turn * programs, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr,
                     bias_ptr, rows, columns, fixed_steps, scale_by_row, zero_by_row, scale_by_column, double, described,
-                    block_rows, block_columns, block_inner, together, parts,
+                    block_rows, block_columns, block_inner, together,
                 )  # fmt: skip
     else:
         for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
             _tile(
                 tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr,
                 bias_ptr, rows, columns, tl.cdiv(inner, block_inner), scale_by_row, zero_by_row, scale_by_column,
-                double, described, block_rows, block_columns, block_inner, together, parts,
+                double, described, block_rows, block_columns, block_inner, together,
             )  # fmt: skip
 
 
@@ -121,7 +94,7 @@ def refusal(q_x: Tensor, q_w: Tensor) -> str:
         return f"Triton kernels run on CUDA, not on {q_x.device}"
     if q_x.shape[1] % _ALIGNED or 0 in (*q_x.shape, q_w.shape[0]):
         return f"rows of {q_x.shape[1]} codes do not start at multiples of {_ALIGNED} bytes"
-    if q_x.is_cuda and torch.cuda.get_device_capability(q_x.device) < (9, 0):
+    if q_x.is_cuda and _capability(q_x.device) < (9, 0):
         return "the device has no tensor descriptors, which came with compute capability 9.0"
     return ""
 
@@ -136,7 +109,7 @@ def scaled_product(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """y = float(sum_k (q_x - z) * q_w) * (s_x * s_w) + b; scales and bias in the arithmetic's dtype"""
+    """y = float(sum_k (q_x - z) * q_w) * (s_x * s_w) + b; scales in the arithmetic's dtype"""
     (rows, inner), columns = q_x.shape, q_w.shape[0]
     y = torch.empty((rows, columns), dtype=dtype, device=q_x.device)
     zero_point = None if zero_point is None else zero_point.to(torch.int32).contiguous()
@@ -149,6 +122,9 @@ def scaled_product(
     triton.set_allocator(_allocate)
     launch(*tensors, zero_point, column_sums, bias)
     return y
+
+
+_capability = cache(torch.cuda.get_device_capability)
 
 
 @lru_cache(maxsize=4096)
@@ -165,13 +141,13 @@ def _launch(
 ) -> Launch:
     programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     described = columns * dtype.itemsize % _ALIGNED == 0
-    blocks, fixed = (ROWS, COLUMNS, INNER), (0, 0)
+    blocks, fixed = TILES[dtype.itemsize], (0, 0)
     if knobs.runtime.interpret:
         blocks = 16, 32, 16
         tiles = triton.cdiv(rows, blocks[0]) * triton.cdiv(columns, blocks[1])
         fixed = triton.cdiv(tiles, programs), triton.cdiv(inner, blocks[2])
     flags = scale_by_row, zero_by_row, scale_by_column, math == torch.float64, described
-    arguments = rows, columns, inner, *flags, *blocks, TOGETHER, PARTS, programs, *fixed
+    arguments = rows, columns, inner, *flags, *blocks, TOGETHER, programs, *fixed
     return Launch(_product, programs, arguments, WARPS, device, num_stages=STAGES)
 
 

@@ -15,7 +15,7 @@ from lowbit.kernels.products import is_fast
 from lowbit.nn.layer import QuantLayer
 
 # By device: below so many multiplications, what surrounds a product of integers takes longer than it saves.
-_LEAST = {"cpu": 2**24, "cuda": 2**31}
+_LEAST = {"cpu": 2**24, "cuda": 2**32}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -120,10 +120,12 @@ class QuantOp(Slotted):
         (weight,) = self._weights[slot]
         return weight if isinstance(weight, nn.Parameter) else None
 
-    def check_weight(self, found: list[Any], name: str) -> None:
+    def check_weight(self, found: list[Any], owner: Owner, name: str) -> None:
         """Codes stand for one parameter, which is gone: what is still a parameter is another."""
         for operand, x in zip(self.kind.operands, found, strict=False):
             if isinstance(x, nn.Parameter) and self.coded(f"{operand}_quantizer") is not None:
+                # Only here: compiled code that reads the path is code for this path alone.
+                name = f"{owner._path}.{name}".removeprefix(".")  # noqa: SLF001
                 raise RuntimeError(
                     f"{name} takes another weight now than with prepare's example_inputs, and has the codes of one; "
                     f"leave it in float: Rule({name!r})"
@@ -193,7 +195,6 @@ class Owner(Swapped):
         if context is None:
             return self.float_class.forward(self, *args, **kwargs)
         outermost = not context.owners
-        self._numbers.clear()
         context.owners.append(self)
         try:
             if outermost and context.has_ops:
@@ -207,6 +208,7 @@ class Owner(Swapped):
             self._check_totals()
             return output
         finally:
+            self._numbers.clear()  # so that each call finds what the first one, which may be compiled, has found
             context.owners.pop()
             if outermost and not is_recomputing():
                 context.close()
@@ -240,7 +242,7 @@ class Owner(Swapped):
         name = f"{kind.name}_{number}"
         if name not in ops:
             return function(*args, **kwargs)
-        ops[name].check_weight(found, f"{self._path}.{name}".removeprefix("."))
+        ops[name].check_weight(found, self, name)
         return ops[name].run(function, args, kwargs)
 
 
