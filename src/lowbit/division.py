@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.tracing import at_trace_time
+
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
     """a / b, correctly rounded
@@ -32,6 +34,7 @@ def _(a: Tensor, b: Tensor) -> Tensor:
     return torch.div(a, b)
 
 
+@at_trace_time
 def _register_lowering() -> bool:
     """Teach Inductor that lowbit::divide is one instruction, to be fused like any other; runs while tracing."""
     from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
@@ -46,7 +49,3 @@ def _register_lowering() -> bool:
     if op not in lowerings:
         register_lowering(op, broadcast=True)(make_pointwise(instruction))
     return True
-
-
-# Run at trace time: all that torch.compiler.assume_constant_result does, but it would import Dynamo, for a second.
-_register_lowering._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001

@@ -124,9 +124,9 @@ def test_a_captured_step_is_the_step(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_compiled_it_is_the_same(preset: str) -> None:
-    model = prepared(mlp(64, 96, 64), preset, torch.bfloat16, 64)
-    twin, batches = copy.deepcopy(model), [torch.randn(128, 64, device="cuda").bfloat16() for _ in range(3)]
+    model = prepared(mlp(64, 96, 64), preset, torch.float32, 64)
+    twin, batches = copy.deepcopy(model), [torch.randn(128, 64, device="cuda") for _ in range(3)]
     twin.compile(fullgraph=True)
     for got, want in zip(steps(twin, batches), steps(model, batches), strict=True):
-        # Fused code rounds to bf16 less often, so that a few values come to the code beside.
-        assert float((got - want).double().norm() / want.double().norm()) < 2e-2
+        # Sums come in another order, so that a few values come to the code beside.
+        assert float((got - want).double().norm() / want.double().norm()) < 1e-2

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lowbit.kernels.plan import is_traced
+from lowbit.tracing import at_trace_time
 
 Function = type[torch.autograd.Function]
 
@@ -27,11 +28,8 @@ def apply(function: Function, *args: Any, settled: Function | None = None) -> An
     return super(torch.autograd.Function, settled or function).apply(*args)  # type: ignore[misc]
 
 
+@at_trace_time
 def _is_inside_grad() -> bool:
     functorch = torch._C._functorch  # noqa: SLF001 (torch has no public name for this)
     stack = functorch.get_interpreter_stack() or ()
     return any(interpreter.key() == functorch.TransformType.Grad for interpreter in stack)
-
-
-# Settled at trace time (see division.py).
-_is_inside_grad._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001

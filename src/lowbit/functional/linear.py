@@ -36,8 +36,12 @@ class Coded(NamedTuple):
 
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
         """y = (q - z) * s, in the tensor's dtype or in another"""
-        codes = self.q, self.scale, self.zero_point, self.per
-        y: Tensor = apply(_Decode, self.carrier, *codes, dtype or self.carrier.dtype)
+        codes, dtype = (self.q, self.scale, self.zero_point), dtype or self.carrier.dtype
+        y: Tensor
+        if torch.is_grad_enabled():
+            y = apply(_Decode, self.carrier, *codes, self.per, dtype)
+        else:
+            y = plan.run("dequantize", self.q, *codes, per=self.per, dtype=dtype)
         return y
 
 
@@ -156,7 +160,7 @@ def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per
 
 def code_per_batch(x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool) -> Coded:
     """The same with the scale of x's own range, for a grid whose codes fit int8"""
-    if plan.is_traced(x):
+    if plan.is_traced(x) and not plan.is_opaque("quantize_per_batch", x):
         scale, zero_point = params_from_data(x, grid=grid, per=per, symmetric=symmetric)
         return code(x, scale, zero_point, grid=grid, per=per, ste=SteKind.IDENTITY)
     carrier, q, scale, zero_point = apply(_CodePerBatch, x.contiguous(), grid, per, symmetric)

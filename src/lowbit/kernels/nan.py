@@ -14,7 +14,7 @@ def mark_nan(scale: Tensor, x: Tensor, *, per: Granularity) -> Tensor:
     """s[c], NaN where group c of x holds NaN"""
     if x.numel() == 0:
         return scale
-    return scale.masked_fill(per.reduce(torch.amax, per.split(x).isnan()), math.nan)
+    return scale.masked_fill(per.reduce(torch.amax, per.split(x)).isnan(), math.nan)  # a maximum keeps NaN
 
 
 def mark_rare_nan(scale: Tensor, x: Tensor, *, per: Granularity) -> Tensor:

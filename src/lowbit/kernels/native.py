@@ -406,7 +406,6 @@ def _per_batch_in_two(signature: Signature, codes: torch.dtype | None) -> Callab
 
 
 def _codes_per_batch(signature: Signature) -> Callable[..., Any]:
-    """The int8 codes of x with the scale of its own range"""
     per_batch = _per_batch(signature, torch.int8)
 
     def codes_per_batch(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:

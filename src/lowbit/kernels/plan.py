@@ -22,6 +22,7 @@ from lowbit.kernels.ops import OPS, PARAMS
 from lowbit.kernels.precision import PrecisionGuarantee
 from lowbit.kernels.signature import Signature
 from lowbit.ste import SteKind
+from lowbit.tracing import at_trace_time, is_exporting
 
 
 class Verdict(NamedTuple):
@@ -243,11 +244,10 @@ def run(
 
     The reference runs where its trace is wanted: under torch.compile or another tracer, for tensors that are not
     plain, and where the result must itself be differentiable (a second derivative; ``differentiable``: a call outside
-    of any autograd Function). A compiler of CPU code gets the native kernel as an op of its own: it would not fuse
-    the reference into anything as fast.
+    of any autograd Function). A compiler gets some kernels as an op of its own (``is_opaque``).
     """
     if torch.compiler.is_compiling():
-        if not differentiable and _is_opaque(op, like):
+        if not differentiable and is_opaque(op, like):
             return _run_opaque(op, like, args, grid, per, ste, options)
         return _run_reference(op, args, grid, per, ste, options)
     if is_traced(*args) or (torch.is_grad_enabled() and _requires_grad(args)):
@@ -280,25 +280,23 @@ def _run_reference(
     return getattr(reference, op)(*args, **{name: records[name] for name in OPS[op].records}, **options)
 
 
-def _is_opaque(op: str, like: Tensor) -> bool:
-    """Whether compiled code should call the native kernel instead of tracing the reference."""
-    return (
-        like.device.type == "cpu"
-        and "native" in _candidates
-        and op in native.SERVED
-        and "x" in OPS[op].tensors
-        and not torch.compiler.is_exporting()
-        and _can_be_opaque()
-    )
+def is_opaque(op: str, like: Tensor) -> bool:
+    """Whether code that is being compiled should call the op's kernel instead of tracing the reference
+
+    A compiler of CPU code would not fuse the reference into anything as fast. On a GPU it would, but for codes with the
+    scales of their own rows: it reads a long row twice, and keeps x for the backward instead of its codes.
+    """
+    if not torch.compiler.is_compiling() or is_exporting():
+        return False
+    backend = {"cpu": "native", "cuda": "triton"}.get(like.device.type, "")
+    served = op == "quantize_per_batch" if backend == "triton" else op in native.SERVED and "x" in OPS[op].tensors
+    return backend in _candidates and served and _can_be_opaque(backend)
 
 
-def _can_be_opaque() -> bool:
-    """Native kernels are there, and no function transform, to which the op would have no rule."""
-    return not _absence("native") and not torch._C._are_functorch_transforms_active()  # noqa: SLF001
-
-
-# Settled at trace time (see division.py).
-_can_be_opaque._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
+@at_trace_time
+def _can_be_opaque(backend: str) -> bool:
+    """Its kernels are there, and no function transform, to which the op would have no rule."""
+    return not _absence(backend) and not torch._C._are_functorch_transforms_active()  # noqa: SLF001
 
 
 def _run_opaque(
@@ -313,7 +311,10 @@ def _run_opaque(
         ste.value,
         options.get("dtype"),
         options.get("method"),
+        options.get("symmetric"),
     )
+    if options.get("symmetric"):
+        return *results, None  # no zero point
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -326,25 +327,28 @@ def _kernel(
     ste: str,
     dtype: torch.dtype | None,
     method: str | None,
+    symmetric: bool | None,
 ) -> list[Tensor]:
     like = args[OPS[op].tensors.index("x")]
     assert like is not None
-    records, options = _decode(tuple(numbers), per, ste), _options(dtype, method)
+    records, options = _decode(tuple(numbers), per, ste), _options(dtype=dtype, method=method, symmetric=symmetric)
     plan = _select(op, like.shape, like.stride(), like.dtype, like.device, *records, _ALL)
     results = plan.run(*args, **options)
     results = results if isinstance(results, tuple) else (results,)
     # An op of torch's gives no argument back as its result.
-    return [result.clone() if any(result is arg for arg in args) else result for result in results]
+    found = [result for result in results if result is not None]
+    return [result.clone() if any(result is arg for arg in args) else result for result in found]
 
 
 @_kernel.register_fake
 def _(op: str, args: Sequence[Tensor | None], *encoded: Any) -> list[Tensor]:
-    numbers, per, ste, dtype, method = encoded
+    numbers, per, ste, dtype, method, symmetric = encoded
     like = args[OPS[op].tensors.index("x")]
     assert like is not None
     fixed = tuple(int(number) for number in numbers)  # tracers like to make a second value a symbol
-    results = _run_reference(op, tuple(args), *_decode(fixed, per, ste), _options(dtype, method))
-    results = results if isinstance(results, tuple) else (results,)
+    options = _options(dtype=dtype, method=method, symmetric=symmetric)
+    results = _run_reference(op, tuple(args), *_decode(fixed, per, ste), options)
+    results = [result for result in (results if isinstance(results, tuple) else (results,)) if result is not None]
     groups = [torch.empty(result.shape, dtype=result.dtype, device=like.device) for result in results]
     # As kernels make them: what is elementwise, which comes first, in the strides of the input.
     if op in ("abs_max", "min_max", "gradient_bits"):
@@ -358,8 +362,7 @@ def _decode(numbers: tuple[int, ...], per: str, ste: str) -> tuple[Grid, Granula
     return Grid(bits, bool(signed), bool(narrow)), getattr(granularity, per)(*fields), SteKind(ste)
 
 
-def _options(dtype: torch.dtype | None, method: str | None) -> dict[str, Any]:
-    options = {"dtype": dtype, "method": method}
+def _options(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 

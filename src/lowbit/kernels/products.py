@@ -12,6 +12,7 @@ from torch.nn import functional
 from lowbit.kernels import native, plan
 from lowbit.kernels.precision import math_dtype
 from lowbit.packing import unpack
+from lowbit.tracing import at_trace_time
 
 
 def int_mm(x: Tensor, w: Tensor) -> Tensor:
@@ -38,12 +39,9 @@ def is_fast(x: Tensor) -> bool:
     return x.is_cuda or _is_fast_on_cpu()
 
 
+@at_trace_time
 def _is_fast_on_cpu() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled) and is_exact()
-
-
-# Settled at trace time (see division.py).
-_is_fast_on_cpu._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _int_mm(x: Tensor, w: Tensor) -> Tensor:
@@ -57,6 +55,13 @@ def _int_mm_on_gpu(x: Tensor, w: Tensor) -> Tensor:
     x = functional.pad(x, (0, -inner % 8, 0, max(24 - rows, -rows % 8)))
     w = functional.pad(w.t(), (0, -inner % 8, 0, -columns % 8))
     return torch._int_mm(_by_rows(x), _by_rows(w).t())[:rows, :columns]  # noqa: SLF001
+
+
+def _row_sums(q: Tensor) -> Tensor:
+    """sum_k q[n, k] in int32; on a GPU as a product, since its sum would make a copy in int32 first"""
+    if q.is_cuda:
+        return int_mm(q, q.new_ones((q.shape[1], 8)))[:, 0].contiguous()
+    return q.sum(1, dtype=torch.int32)
 
 
 def _by_rows(x: Tensor) -> Tensor:
@@ -118,7 +123,7 @@ def _scaled_product(
     dtype: torch.dtype,
 ) -> Tensor:
     wide = math_dtype(dtype)
-    columns = q_w.sum(1, dtype=torch.int32) if zero_point is not None else None
+    columns = _row_sums(q_w) if zero_point is not None else None
     bias = None if bias is None else bias.contiguous()
     scales = x_scale.to(wide), w_scale.to(wide)
     if plan.runs("triton", q_x):

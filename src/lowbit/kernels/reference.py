@@ -24,6 +24,7 @@ from lowbit.kernels.signature import Signature
 from lowbit.packing import pack
 from lowbit.scale import affine_params, symmetric_scale
 from lowbit.ste import SteKind
+from lowbit.tracing import is_exporting
 
 ACCUMULATOR = None
 
@@ -427,7 +428,7 @@ def _sum(terms: Tensor, per: Granularity, shape: tuple[int, ...]) -> Tensor:
     """The sum of each scale group, in an order that does not depend on the number of threads."""
     rows = per.by_group(terms)
     # An exported graph is summed in the order of whoever runs it, and must take groups of any length.
-    while not torch.compiler.is_exporting() and rows.shape[1] > _SUM_ROW:
+    while not is_exporting() and rows.shape[1] > _SUM_ROW:
         padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % _SUM_ROW))
         rows = padded.view(rows.shape[0], -1, _SUM_ROW).sum(2)
     return rows.sum(1).reshape(shape)

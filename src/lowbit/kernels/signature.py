@@ -41,10 +41,13 @@ class Signature(NamedTuple):
         layout = self.per.layout(self.shape, self.stride)
         if layout is not None:
             return Memory(self.shape, self.stride, layout, copies=False)
-        stride = torch.empty(self.shape, device="meta").stride()
-        layout = self.per.layout(self.shape, stride)
-        assert layout is not None, f"{self.per} must have a Layout for contiguous memory"
-        return Memory(self.shape, stride, layout, copies=True)
+        # Dense in the order that the result of an op has, where a Layout can say that, else row by row.
+        like = torch.empty_strided(self.shape, self.stride, device="meta")
+        for stride in (torch.empty_like(like).stride(), torch.empty(self.shape, device="meta").stride()):
+            layout = self.per.layout(self.shape, stride)
+            if layout is not None:
+                return Memory(self.shape, stride, layout, copies=True)
+        raise AssertionError(f"{self.per} must have a Layout for contiguous memory")
 
 
 class Memory(NamedTuple):

@@ -20,6 +20,7 @@ from lowbit.observers import keep_full_precision
 from lowbit.packing import pack, unpack
 from lowbit.record import Record
 from lowbit.ste import SteKind
+from lowbit.tracing import is_exporting
 
 
 class Codes(NamedTuple):
@@ -131,7 +132,7 @@ class CodedWeight(nn.Module):
         """w, whatever the float weight was."""
         form = self.form
         q, scale, zero_point = self.integers(), self.scale, self.zero_point
-        if torch.compiler.is_exporting():
+        if is_exporting():
             blocks = form.per.blocks(form.laid_out)
             w = graph.dequantize(q, *blocks.spread(scale, zero_point), blocks.axis, blocks.size, self.dtype)
             return self.in_shape(w)
@@ -213,7 +214,7 @@ class CodedActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The values that the codes stand for."""
         scale, zero_point = self.params(x)
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return graph.fake_quantize(x, *self._exported(x, scale, zero_point))
         return fake_quantize(x, scale, zero_point, grid=self.grid, per=self.per, ste=SteKind.IDENTITY)
 
@@ -223,7 +224,7 @@ class CodedActivation(nn.Module):
         Without one it is x's own.
         """
         scale, zero_point = self.params(x if source is None else source)
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return Codes(graph.quantize(x, *self._exported(x, scale, zero_point)), scale, zero_point)
         dtype = code_dtype(self.grid)
         return Codes(quantize(x, scale, zero_point, grid=self.grid, per=self.per, dtype=dtype), scale, zero_point)

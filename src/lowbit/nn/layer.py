@@ -14,6 +14,7 @@ from lowbit.kernels.precision import math_dtype
 from lowbit.nn.batch_norm import FoldedBatchNorm
 from lowbit.nn.slots import Slotted
 from lowbit.nn.swap import Swapped, remove
+from lowbit.tracing import is_exporting
 
 # Below this, a bias and a sum of products fit 32 bits together.
 BIAS_LIMIT = 2**30
@@ -149,7 +150,7 @@ class QuantLayer(Quantized):
     def _prepared_bias(self, bias: Tensor | None) -> Tensor | None:
         if (codes := self.held_bias_codes()) is not None:
             scale, dtype = self.accumulator_scale(), self._coded_dtype()
-            if torch.compiler.is_exporting():
+            if is_exporting():
                 return graph.dequantize(codes, scale, None, 0 if scale.dim() else None, 0, dtype)
             return (codes.to(scale.dtype) * scale).to(dtype)
         bias = self._folded_bias(bias)

@@ -13,6 +13,7 @@ from lowbit.granularity import PerChannel, PerTensor, PerToken
 from lowbit.kernels.plan import is_traced
 from lowbit.kernels.products import is_fast
 from lowbit.nn.layer import QuantLayer
+from lowbit.tracing import is_exporting
 
 # By device: below so many multiplications, what surrounds a product of integers takes longer than it saves.
 _LEAST = {"cpu": 2**24, "cuda": 2**32}
@@ -96,7 +97,7 @@ _PERS = {
 
 def _is_watched(x: Any) -> bool:
     """Whether a tracer wants torch's own ops, or x is no plain tensor; a compiler takes the product as it is."""
-    return torch.compiler.is_exporting() if torch.compiler.is_compiling() else is_traced(x)
+    return is_exporting() if torch.compiler.is_compiling() else is_traced(x)
 
 
 def _multiplies_codes(x: Tensor, weight: Any, bias: Tensor | None) -> bool:
