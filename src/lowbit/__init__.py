@@ -9,7 +9,7 @@ from lowbit.fake_quantize import FakeQuantize
 from lowbit.granularity import PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels.plan import Plan
-from lowbit.model import calibrate, estimate_batch_norm, freeze, prepare, restore, scale_parameters
+from lowbit.model import calibrate, estimate_batch_norm, freeze, prepare, restore, scale_parameters, weights_once
 from lowbit.noise import noise
 from lowbit.oscillation import Oscillation
 from lowbit.ranks import replicate
@@ -57,4 +57,5 @@ __all__ = [
     "scale_parameters",
     "summary",
     "verify",
+    "weights_once",
 ]

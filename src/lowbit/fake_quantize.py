@@ -110,6 +110,14 @@ class FakeQuantize(ScaleState):
             return f"its gradient {self.ste.name} is computed from the values"
         return ""
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether what it gives depends on x alone, and its backward on nothing: then one result serves many passes."""
+        hooked = self._forward_hooks or self._forward_pre_hooks or self.observer is not None
+        if hooked or type(self) is not FakeQuantize:
+            return False
+        return self.enabled and self._takes_own_range(self._ranks()) and self._effective_ste is SteKind.IDENTITY
+
     def _take_in(self, x: Tensor) -> Ranks | None:
         """Check x and take its statistics in; the ranks that share them."""
         self._check_input(x)

@@ -16,6 +16,7 @@ from lowbit.copies import copied
 from lowbit.fake_quantize import FakeQuantize
 from lowbit.flow import call, in_eval_mode, trace
 from lowbit.nn.batch_norm import FreezableBatchNorm
+from lowbit.nn.context import HeldWeights
 from lowbit.nn.quantizers import Stateless
 from lowbit.preparation import Builder, Preparation, dismantle, quantizers, slotted_modules
 from lowbit.recipe import Recipe
@@ -70,6 +71,31 @@ def prepare(model: Model, recipe: Recipe, example_inputs: Any = None, *, inplace
             if isinstance(quantizer, FakeQuantize | Stateless):
                 quantizer.train(holder.training)
     return prepared
+
+
+@contextmanager
+def weights_once(model: nn.Module) -> Iterator[None]:
+    """Quantize each weight once while this lasts, for batches whose gradients are added up
+
+    Those with the scale of their own range (PerBatch, as in w8a8, w8a8_dynamic and w4a8) that are parameters; others
+    are quantized in every forward, as ever. A weight that an optimizer changes inside is an error; what changes its
+    ``data`` behind autograd's back is not seen. Activation checkpointing, too, quantizes once for both its forwards.
+
+    >>> import lowbit
+    >>> model = prepare(nn.Linear(8, 4), lowbit.recipes.w8a8(), torch.randn(2, 8))
+    >>> with weights_once(model):
+    ...     for batch in torch.randn(4, 2, 8):
+    ...         model(batch).sum().backward()
+    """
+    contexts = {id(holder._context): holder._context for _, holder in slotted_modules(prepared_module(model))}  # noqa: SLF001
+    before = {key: context.held for key, context in contexts.items()}
+    try:
+        for context in contexts.values():
+            context.held = context.held or HeldWeights()
+        yield
+    finally:
+        for key, context in contexts.items():
+            context.held = before[key]
 
 
 def restore(model: Model) -> Model:

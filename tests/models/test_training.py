@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lowbit import (
     prepare,
     recipes,
 )
+from lowbit.bench.networks import Transformer
 from models.small import (
     Joined,
     Projections,
@@ -267,6 +269,26 @@ class TestTraining:
             assert (wanted - got).square().mean() < 1e-4 * wanted.square().mean()
         assert_same_bits(traced[1].num_batches_tracked, eager[1].num_batches_tracked)
         torch.testing.assert_close(traced[1].running_var, eager[1].running_var, rtol=1e-4, atol=1e-5)
+        torch._dynamo.reset()
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
+    @pytest.mark.parametrize("recipe", ["w8a8", "w8a8_dynamic"])
+    def test_blocks_of_one_kind_share_what_is_compiled(self, recipe: str) -> None:
+        torch._dynamo.reset()
+        tokens = torch.randint(256, (2, 16))
+        model = prepare(Transformer(3, 32, 2, 16), recipes.presets()[recipe](), tokens).train()
+        model(tokens)
+        twin, graphs = copy.deepcopy(model), []
+
+        def count(graph: Any, _: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        for block in model.blocks:
+            block.compile(backend=count, fullgraph=True)
+        for _ in range(2):
+            assert_same_bits(model(tokens), twin(tokens))
+        assert len(graphs) == 1
         torch._dynamo.reset()
 
     def test_inference_mode_leaves_nothing_behind(self) -> None:

@@ -22,6 +22,7 @@ from lowbit.bench.peers import import_peer
 from lowbit.bench.report import environment, format_seconds
 from lowbit.bench.runner import Clock, alternate, cpu_clock, cuda_clock, cuda_peak_bytes
 from lowbit.model import prepare
+from lowbit.nn.ops import QuantOp
 from lowbit.preparation import quantizers
 from lowbit.recipe import Recipe, Rule
 
@@ -29,7 +30,7 @@ FLOAT = "float"
 _SAMPLE_SECONDS = {"cpu": 0.05, "cuda": 0.25}
 # Small enough that a step repeated on one batch stays in the first, ordinary part of training.
 _RATE = 1e-3
-# Signal to noise of the logits, in decibels: of 8-bit networks, and of the same float network compiled, in bf16 at worst.
+# Signal to noise of the logits, in decibels: of 8-bit networks, and of the same network compiled, in bf16 at worst.
 _EIGHT_BITS, _SAME = 10.0, 30.0
 # Compiled sums come in another order, so that a few values round to the code beside: the loss moves by 1e-4 of itself.
 _LOSS_TOLERANCE = 5e-3
@@ -85,14 +86,15 @@ class Training:
         self, model: nn.Module, batch: tuple[Tensor, Tensor], *, compiled: bool = False, regions: str = ""
     ) -> None:
         self.model, self.inputs, self.targets = model, *batch
-        if compiled:
-            for part in getattr(model, regions) if regions else [model]:
-                part.compile(fullgraph=True, dynamic=False)
+        whole = compiled and not regions
+        self.forward = torch.compile(model, fullgraph=True, dynamic=False) if whole else model
+        for region in getattr(model, regions) if compiled and regions else ():
+            region.compile(fullgraph=True, dynamic=False)
         self.optimizer = torch.optim.SGD(model.parameters(), _RATE, momentum=0.9)
 
     def forward_loss(self) -> tuple[Tensor, Tensor]:
         """logits, cross_entropy(logits, targets)"""
-        logits = self.model(self.inputs)
+        logits = self.forward(self.inputs)
         return logits, functional.cross_entropy(logits.flatten(0, -2), self.targets.flatten())
 
     def step(self) -> None:
@@ -301,8 +303,9 @@ def _lowbit(recipe: Callable[[], Recipe]) -> Callable[[nn.Module, Network, Tenso
         prepared = prepare(model, recipe(), inputs, inplace=True)
         roles = [role for _, role, _ in quantizers(prepared)]
         weights = roles.count("weight")
-        counts = f"quantizes {weights} weights, {len(roles) - weights} activations"
-        return prepared, f"{counts}; also sums and products outside of layers"
+        has_ops = any(isinstance(module, QuantOp) for module in prepared.modules())
+        where = "also sums and products outside of layers" if has_ops else "layers only"
+        return prepared, f"quantizes {weights} weights, {len(roles) - weights} activations; {where}"
 
     return build
 

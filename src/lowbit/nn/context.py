@@ -19,11 +19,35 @@ class Context:
         self.owners: list[Any] = []
         self.edges: list[Edge] = []
         self.has_ops = False
+        self.held: HeldWeights | None = None
 
     def close(self) -> None:
         """The outermost call has ended: no edge holds a tensor any longer."""
         for edge in self.edges:
             edge.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy holds no weights."""
+        return self.__dict__ | {"held": None}
+
+
+class HeldWeights:
+    """Weights as their quantizers first gave them, which no weight's change may make wrong."""
+
+    def __init__(self) -> None:
+        self.results: dict[tuple[Any, ...], tuple[int, Any]] = {}
+
+    def take(self, quantizer: nn.Module, weight: nn.Parameter, what: str, run: Callable[[], Any]) -> Any:
+        """run(), the weight's values or its codes by this quantizer, computed once"""
+        key = quantizer, weight, what, torch.is_grad_enabled()
+        if key not in self.results:
+            self.results[key] = weight._version, run()  # noqa: SLF001
+        version, result = self.results[key]
+        if weight._version != version:  # noqa: SLF001
+            raise RuntimeError(
+                "a weight changed inside lowbit.weights_once, which quantizes it once; step the optimizer after it"
+            )
+        return result
 
 
 class Edge:

@@ -33,7 +33,7 @@ class LinearLayer(QuantLayer):
         if self.product is None and self._may_multiply_codes(x):
             weight, bias = self._float("weight"), self._float("bias")
             if _multiplies_codes(x, weight, bias):
-                coded = self.code("input_quantizer", x), self.code("weight_quantizer", weight)
+                coded = self.code("input_quantizer", x), self.code_weight("weight_quantizer", weight)
                 device = x.device.type
                 dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
                 return self.quantize("output_quantizer", integer_linear(*coded, bias, dtype=dtype))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowbit.functional.linear import Coded
@@ -112,10 +113,28 @@ class Slotted(nn.Module):
         if self.coded(slot) is not None:
             return weight  # which its codes have given
         quantizer = self.quantizer(slot)
-        if quantizer is None or not quantizer.per.divides_rows:
-            return self.quantize(slot, weight)
-        shape = weight.movedim(output_axis, 0).shape
-        return self.quantize(slot, rows(weight, output_axis)).view(shape).movedim(0, output_axis)
+
+        def run() -> Tensor:
+            if quantizer is None or not quantizer.per.divides_rows:
+                return self.quantize(slot, weight)
+            shape = weight.movedim(output_axis, 0).shape
+            return self.quantize(slot, rows(weight, output_axis)).view(shape).movedim(0, output_axis)
+
+        quantized: Tensor = self._held(slot, weight, "values", run)
+        return quantized
+
+    def code_weight(self, slot: str, weight: Tensor) -> Coded:
+        """The codes of a weight by the quantizer of this slot, which gives codes."""
+        coded: Coded = self._held(slot, weight, "codes", lambda: self.code(slot, weight))
+        return coded
+
+    def _held(self, slot: str, weight: Tensor, what: str, run: Callable[[], Any]) -> Any:
+        """run(), or what it gave before, where weights are quantized once."""
+        held = self._context.held
+        if held is None or torch.compiler.is_compiling() or slot in self._edges or not isinstance(weight, nn.Parameter):
+            return run()
+        quantizer = self.quantizer(slot)
+        return held.take(quantizer, weight, what, run) if getattr(quantizer, "is_repeatable", False) else run()
 
     def start_weight(self, slot: str) -> None:
         """Start the scale of a weight from the weight as it is now."""

@@ -1,0 +1,121 @@
+"""weights_once: one quantization for many passes, with the gradients of many."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lowbit
+from compare import assert_same_bits
+from lowbit.nn import linear
+from models.small import mlp
+
+PRESETS = ("w8a8", "w8a8_dynamic", "w4a8")
+
+
+class Net(nn.Module):
+    """A convolution, and linear layers that may be run again by checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.rest = nn.Conv2d(3, 8, 1), mlp(32, 32, 32)
+        self.checkpointed: bool | None = None  # else: whether it is reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).flatten(1)
+        return self.rest(x) if self.checkpointed is None else checkpoint(self.rest, x, use_reentrant=self.checkpointed)
+
+
+def prepared(preset: str) -> Net:
+    return lowbit.prepare(Net(), lowbit.recipes.presets()[preset](), torch.randn(2, 3, 2, 2)).train()
+
+
+def calls_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of weight quantizers, each time that they run."""
+    seen: list[str] = []
+    for name, module in model.named_modules():
+        if name.endswith("weight_quantizer"):
+            for method in ("_quantize", "code"):
+                inner = getattr(module, method)
+                watched = lambda *args, inner=inner, name=name: seen.append(name) or inner(*args)  # noqa: E731
+                monkeypatch.setattr(module, method, watched)
+    return seen
+
+
+def gradients(model: nn.Module, batches: Any) -> list[Tensor]:
+    model.zero_grad()
+    for batch in batches:
+        model(batch).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_gradients_are_the_same_and_weights_quantized_once(
+    preset: str, codes: bool, reentrant: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_LEAST", {"cpu": 0} if codes else {})
+    model, batches = prepared(preset), torch.randn(4, 5, 3, 2, 2)
+    model.checkpointed = reentrant
+    wanted = gradients(copy.deepcopy(model), batches)
+    seen = calls_of(model, monkeypatch)
+    with lowbit.weights_once(model):
+        found = gradients(model, batches)
+    for got, want in zip(found, wanted, strict=True):
+        assert_same_bits(got, want)
+    # A reentrant checkpoint runs its first forward without gradients.
+    rest = ["rest.0.weight_quantizer", "rest.2.weight_quantizer"]
+    assert sorted(seen) == sorted(["conv.weight_quantizer", *rest, *(rest if reentrant else [])])
+    seen.clear()
+    model.checkpointed = None
+    gradients(model, batches)
+    assert len(seen) == 12  # as ever, when it is over
+
+
+def test_a_weight_that_changes_is_an_error_and_nothing_stays() -> None:
+    model, batches = prepared("w8a8"), torch.randn(2, 5, 3, 2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lowbit.weights_once(model):
+        model(batches[0]).sum().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"a weight changed inside lowbit\.weights_once"):
+            model(batches[1])
+    model(batches[0]).sum().backward()
+    with lowbit.weights_once(model):
+        model(batches[0])
+        copied = copy.deepcopy(model)
+    assert copied.conv._context.held is None
+
+
+@pytest.mark.parametrize("recipe", ["w2a2", "ternary", "dorefa"])
+def test_other_quantizers_run_as_ever(recipe: str) -> None:
+    model, batches = prepared(recipe), torch.randn(3, 5, 3, 2, 2)
+    wanted = gradients(copy.deepcopy(model), batches)
+    with lowbit.weights_once(model):
+        for got, want in zip(gradients(model, batches), wanted, strict=True):
+            assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["computed", "tied"])
+def test_computed_and_tied_weights_run_as_ever(tied: bool) -> None:
+    net = mlp(8, 8, 8)
+    if tied:
+        net[2].weight = net[0].weight
+    else:
+        nn.utils.parametrizations.weight_norm(net[2])
+    model, batches = lowbit.prepare(net, lowbit.recipes.w8a8(), torch.randn(2, 8)).train(), torch.randn(3, 4, 8)
+    wanted = gradients(copy.deepcopy(model), batches)
+    with lowbit.weights_once(model):
+        for got, want in zip(gradients(model, batches), wanted, strict=True):
+            assert_same_bits(got, want)
+
+
+def test_a_float_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="prepare"), lowbit.weights_once(nn.Linear(2, 2)):
+        pass
