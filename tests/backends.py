@@ -14,7 +14,7 @@ from lowbit.kernels import plan
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-FAST = [name for name in ("native", "triton") if not plan._absence(name)]
+FAST = [name for name in ("native", "triton") if not plan.absence(name)]
 
 
 def device_of(backend: str) -> torch.device:

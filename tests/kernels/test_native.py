@@ -89,7 +89,7 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, per: object, t
 
 @pytest.mark.parametrize("reason", ["they were not built", "they do not load"])
 def test_absence_is_one_warning_with_the_remedy(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for cached in (plan_module._select, plan_module._settle, plan_module._absence, plan_module._warn_once):
+    for cached in (plan_module._select, plan_module._settle, plan_module.absence, plan_module._warn_once):
         cached.cache_clear()
     monkeypatch.setattr(native, "library", lambda: reason)
     x, scale = torch.randn(4), torch.tensor(0.5)
@@ -99,7 +99,7 @@ def test_absence_is_one_warning_with_the_remedy(reason: str, monkeypatch: pytest
     with pytest.raises(ValueError, match=f"backend 'native' cannot run quantize: .*{reason}"):
         Plan.select("quantize", x, prefer="native")
     monkeypatch.undo()
-    for cached in (plan_module._select, plan_module._settle, plan_module._absence, plan_module._warn_once):
+    for cached in (plan_module._select, plan_module._settle, plan_module.absence, plan_module._warn_once):
         cached.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -119,3 +119,55 @@ def test_computed_and_tied_weights_run_as_ever(tied: bool) -> None:
 def test_a_float_model_is_refused() -> None:
     with pytest.raises(ValueError, match="prepare"), lowbit.weights_once(nn.Linear(2, 2)):
         pass
+
+
+class Loud(lowbit.FakeQuantize):
+    pass
+
+
+@pytest.mark.parametrize("what", ["hook", "observer", "subclass", "off"])
+def test_a_quantizer_that_does_more_runs_in_every_pass(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = prepared("w8a8"), torch.randn(3, 5, 3, 2, 2)
+    quantizer = model.conv.weight_quantizer
+    if what == "hook":
+        quantizer.register_forward_hook(lambda *_: None)
+    elif what == "observer":
+        quantizer.observer = lowbit.observers.MinMax(per=quantizer.per)
+    elif what == "subclass":
+        quantizer.__class__ = Loud
+    else:
+        quantizer.enabled = False
+    seen = calls_of(model, monkeypatch)
+    with lowbit.weights_once(model):
+        gradients(model, batches)
+    assert seen.count("conv.weight_quantizer") == (0 if what == "off" else 3)
+    assert seen.count("rest.0.weight_quantizer") == 1
+
+
+def test_a_weight_that_thaws_has_its_gradient() -> None:
+    model, batch = prepared("w8a8"), torch.randn(5, 3, 2, 2)
+    with lowbit.weights_once(model):
+        model.requires_grad_(False)
+        model(batch)
+        model.requires_grad_(True)
+        (found,) = gradients(model, [batch])[:1]
+    assert_same_bits(found, gradients(model, [batch])[0])
+
+
+def test_weights_of_inference_mode() -> None:
+    with torch.inference_mode():
+        model, batch = prepared("w8a8"), torch.randn(5, 3, 2, 2)
+        with lowbit.weights_once(model):
+            assert_same_bits(model(batch), model(batch))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_code_quantizes_in_every_pass() -> None:
+    torch._dynamo.reset()
+    model, batches = prepared("w8a8_dynamic"), torch.randn(2, 5, 3, 2, 2)
+    wanted = gradients(copy.deepcopy(model), batches)
+    model.compile(backend="aot_eager")
+    with lowbit.weights_once(model):
+        for got, want in zip(gradients(model, batches), wanted, strict=True):
+            torch.testing.assert_close(got, want)
+    torch._dynamo.reset()

@@ -10,10 +10,10 @@ from torch import Tensor
 from lowbit.functional.apply import apply
 from lowbit.functional.check import check_params
 from lowbit.functional.statistics import params_from_data
-from lowbit.granularity import Granularity
+from lowbit.granularity import Granularity, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import plan
-from lowbit.kernels.nan import mark_nan, mark_rare_nan
+from lowbit.kernels.nan import mark_nan, may_hold_nan
 from lowbit.kernels.products import scaled_product, select
 from lowbit.ste import SteKind
 
@@ -144,8 +144,8 @@ def _by_row(values: Tensor) -> Tensor:
 def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per: Granularity, ste: SteKind) -> Coded:
     """The codes of x, in int8: those of an unsigned grid of 8 bits, and their zero point, are 128 less
 
-    There is one scale for all of x, or one for each of its rows. Where those hold NaN, which codes know none of, it is
-    NaN.
+    There is one scale for all of x, or one for each of its rows. Codes know no NaN: the scale of a row that holds one
+    is NaN, and one scale for all of x then becomes one for each row.
     """
     scale, zero_point = check_params(x, scale, zero_point, grid, per)
     x = x.contiguous()
@@ -154,8 +154,11 @@ def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per
         zero_point = -shift.expand(scale.shape) if zero_point is None else zero_point - shift
         grid = Grid(8)
     carrier, q = apply(_Code, x, scale, zero_point, grid, per, ste)
-    mark = mark_nan if x.is_cuda or plan.is_traced(x) else mark_rare_nan
-    return Coded(carrier, q, mark(scale, x.detach(), per=per), zero_point, per)
+    if x.numel() and (x.is_cuda or plan.is_traced(x) or may_hold_nan(x)):
+        rows = x.shape[:-1]
+        scale, per = mark_nan(scale.expand(rows), x.detach(), per=PerToken()), PerToken()
+        zero_point = None if zero_point is None else zero_point.expand(rows).contiguous()
+    return Coded(carrier, q, scale, zero_point, per)
 
 
 def code_per_batch(x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool) -> Coded:

@@ -17,6 +17,6 @@ def mark_nan(scale: Tensor, x: Tensor, *, per: Granularity) -> Tensor:
     return scale.masked_fill(per.reduce(torch.amax, per.split(x)).isnan(), math.nan)  # a maximum keeps NaN
 
 
-def mark_rare_nan(scale: Tensor, x: Tensor, *, per: Granularity) -> Tensor:
-    """The same, by a question to the device: most often there is none, which a sum tells in one read"""
-    return scale if math.isfinite(x.sum(dtype=torch.float32)) else mark_nan(scale, x, per=per)
+def may_hold_nan(x: Tensor) -> bool:
+    """Whether to look for NaN in x: a sum that is finite, which one read tells, has none."""
+    return not math.isfinite(x.detach().sum(dtype=torch.float32))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.granularity import Layout
-from lowbit.kernels.nan import mark_rare_nan
+from lowbit.kernels.nan import mark_nan, may_hold_nan
 from lowbit.kernels.precision import math_dtype
 from lowbit.kernels.signature import Memory, Signature
 from lowbit.scale import affine_params, symmetric_scale
@@ -410,7 +410,7 @@ def _codes_per_batch(signature: Signature) -> Callable[..., Any]:
 
     def codes_per_batch(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
         q, scale, zero_point = per_batch(x, symmetric=symmetric)
-        return q, mark_rare_nan(scale, x, per=signature.per), zero_point
+        return q, mark_nan(scale, x, per=signature.per) if may_hold_nan(x) else scale, zero_point
 
     return codes_per_batch
 

@@ -195,10 +195,10 @@ def _choose(signature: Signature, candidates: tuple[str, ...]) -> str:
     for name in candidates:
         if len(candidates) > 2 and _BACKENDS[name] not in (signature.device.type, "any"):
             continue
-        reason = _absence(name) or _backend(name).refusal(signature)
+        reason = absence(name) or _backend(name).refusal(signature)
         if not reason:
             return name
-        if _absence(name) and len(candidates) > 1:
+        if absence(name) and len(candidates) > 1:
             _warn_once(f"lowbit runs its reference kernels, which are slower: {reason}")
     raise ValueError(f"backend {candidates[0]!r} cannot run {signature.op}: {reason}")
 
@@ -212,7 +212,8 @@ def _backend(name: str) -> ModuleType:
 
 
 @lru_cache
-def _absence(name: str) -> str:
+def absence(name: str) -> str:
+    """Why a backend cannot run here at all; "" where it can."""
     try:
         return _backend(name).absence()
     except ImportError as error:
@@ -259,7 +260,7 @@ def run(
 def runs(backend: str, tensor: Tensor) -> bool:
     """Whether this backend runs on a tensor, for what is no op of a plan."""
     fits = _candidates is not _ALL or _BACKENDS[backend] == tensor.device.type
-    return fits and backend in _candidates and not _absence(backend) and tensor.numel() > 0
+    return fits and backend in _candidates and not absence(backend) and tensor.numel() > 0
 
 
 def settle(op: str, like: Tensor, grid: Grid, per: Granularity, ste: SteKind) -> tuple[Plan, Plan]:
@@ -286,7 +287,7 @@ def is_opaque(op: str, like: Tensor) -> bool:
     A compiler of CPU code would not fuse the reference into anything as fast. On a GPU it would, but for codes with the
     scales of their own rows: it reads a long row twice, and keeps x for the backward instead of its codes.
     """
-    if not torch.compiler.is_compiling() or is_exporting():
+    if not torch.compiler.is_compiling() or is_exporting() or not is_plain(like):
         return False
     backend = {"cpu": "native", "cuda": "triton"}.get(like.device.type, "")
     served = op == "quantize_per_batch" if backend == "triton" else op in native.SERVED and "x" in OPS[op].tensors
@@ -296,7 +297,7 @@ def is_opaque(op: str, like: Tensor) -> bool:
 @at_trace_time
 def _can_be_opaque(backend: str) -> bool:
     """Its kernels are there, and no function transform, to which the op would have no rule."""
-    return not _absence(backend) and not torch._C._are_functorch_transforms_active()  # noqa: SLF001
+    return not absence(backend) and not torch._C._are_functorch_transforms_active()  # noqa: SLF001
 
 
 def _run_opaque(
@@ -383,7 +384,7 @@ def is_traced(*args: Any) -> bool:
         return True
     for arg in args:
         if isinstance(arg, Tensor) and (
-            type(arg) not in _PLAIN
+            not is_plain(arg)
             or torch._C._functorch.is_functorch_wrapped_tensor(arg)  # noqa: SLF001
             or torch._C._functorch.is_legacy_batchedtensor(arg)  # noqa: SLF001
             or arg.is_neg()
@@ -392,4 +393,6 @@ def is_traced(*args: Any) -> bool:
     return False
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+def is_plain(x: object) -> bool:
+    """Whether x is a tensor, and no subclass, which may have no rule for ops of ours."""
+    return type(x) in (Tensor, torch.nn.Parameter)

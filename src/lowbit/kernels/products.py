@@ -34,12 +34,18 @@ def is_exact() -> bool:
     return torch.equal(_int_mm(x, w).long(), x.long() @ w.long())
 
 
-def is_fast(x: Tensor) -> bool:
-    """Whether a product of codes is faster than one of floats on x's device."""
-    return x.is_cuda or _is_fast_on_cpu()
-
-
 @at_trace_time
+def refusal(device: str, index: int | None, inner: int) -> str:
+    """Why a device has no product of rows of codes that is faster than one of floats; "" where it has"""
+    if device == "cpu":
+        return "" if _is_fast_on_cpu() else "oneDNN's product of int8 is not exact on this CPU, or switched off"
+    if device != "cuda" or plan.absence("triton"):
+        return plan.absence("triton") if device == "cuda" else f"there is no product of codes on {device}"
+    from lowbit.kernels import triton_products  # half a second, which only users of a GPU should spend
+
+    return triton_products.device_refusal(index) or triton_products.row_refusal(inner)
+
+
 def _is_fast_on_cpu() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled) and is_exact()
 

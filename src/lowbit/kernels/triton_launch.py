@@ -121,7 +121,8 @@ def kernel(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
 def workspace_size(signature: Signature) -> int:
     """Bytes of temporary memory at the op's peak: partial results, and copies where the memory needs them."""
     elements = math.prod(signature.shape)
-    size = elements * bytes_read(signature) if signature.memory.copies else 0
+    copies = signature.memory.copies and not (signature.op.endswith("_per_batch") and _rows_apart(signature))
+    size = elements * bytes_read(signature) if copies else 0
     arrays = {"abs_max": 1, "min_max": 2, "learned_fake_quantize_backward": 2}
     arrays |= {"fake_quantize_per_batch": 2, "quantize_per_batch": 2}
     if signature.op in arrays:

@@ -20,6 +20,7 @@ WARPS, STAGES = 8, 3
 TOGETHER = 8  # tiles of rows that are taken together, so that they find each other's columns in the cache
 
 _ALIGNED = 16  # bytes, from row to row of what a descriptor reads or writes
+_SHARED = 232448  # bytes that a program of compute capability 9.0 may have
 
 
 @triton.jit
@@ -92,10 +93,24 @@ def refusal(q_x: Tensor, q_w: Tensor) -> str:
     """Why there is no such product of these codes; "" where there is."""
     if not (q_x.is_cuda or knobs.runtime.interpret):
         return f"Triton kernels run on CUDA, not on {q_x.device}"
-    if q_x.shape[1] % _ALIGNED or 0 in (*q_x.shape, q_w.shape[0]):
-        return f"rows of {q_x.shape[1]} codes do not start at multiples of {_ALIGNED} bytes"
-    if q_x.is_cuda and _capability(q_x.device) < (9, 0):
+    if 0 in (*q_x.shape, q_w.shape[0]):
+        return "an empty product needs no kernel"
+    return row_refusal(q_x.shape[1]) or (device_refusal(q_x.device.index) if q_x.is_cuda else "")
+
+
+def row_refusal(inner: int) -> str:
+    """Why there is no product of rows this long; "" where there is."""
+    return f"rows of {inner} codes do not start at multiples of {_ALIGNED} bytes" if inner % _ALIGNED else ""
+
+
+@cache
+def device_refusal(index: int | None) -> str:
+    """Why there is no product on this GPU; "" where there is."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(index) < (9, 0):
         return "the device has no tensor descriptors, which came with compute capability 9.0"
+    properties: Any = torch.cuda.get_device_properties(index)
+    if properties.shared_memory_per_block_optin < _SHARED:
+        return f"a program has less than the {_SHARED} bytes of shared memory that the tiles are made for"
     return ""
 
 
@@ -122,9 +137,6 @@ def scaled_product(
     triton.set_allocator(_allocate)
     launch(*tensors, zero_point, column_sums, bias)
     return y
-
-
-_capability = cache(torch.cuda.get_device_capability)
 
 
 @lru_cache(maxsize=4096)

@@ -39,11 +39,11 @@ class HeldWeights:
 
     def take(self, quantizer: nn.Module, weight: nn.Parameter, what: str, run: Callable[[], Any]) -> Any:
         """run(), the weight's values or its codes by this quantizer, computed once"""
-        key = quantizer, weight, what, torch.is_grad_enabled()
+        key = quantizer, weight, what, torch.is_grad_enabled() and weight.requires_grad
         if key not in self.results:
-            self.results[key] = weight._version, run()  # noqa: SLF001
+            self.results[key] = version_of(weight), run()
         version, result = self.results[key]
-        if weight._version != version:  # noqa: SLF001
+        if version_of(weight) != version:
             raise RuntimeError(
                 "a weight changed inside lowbit.weights_once, which quantizes it once; step the optimizer after it"
             )
@@ -92,7 +92,7 @@ class Edge:
             return run(x) if leads else quantize_only(self.quantizer, x, run)
         # Activation checkpointing runs a part of the model without gradients, or with hooks that save nothing; later it
         # runs that part alone. A result from outside would be missing then, so each part quantizes for itself.
-        version = 0 if x.is_inference() else x._version  # noqa: SLF001
+        version = version_of(x)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
         state = (version, torch.is_grad_enabled(), hooks)
         known = self.source is x and self.result is not None and self.state[0] == version
@@ -111,6 +111,11 @@ class Edge:
         """A copy holds no tensor."""
         nothing = {"source": None, "result": None, "state": (), "left": 0}
         return {"context": self.context, "quantizer": self.quantizer, "consumers": self.consumers, **nothing}
+
+
+def version_of(x: Tensor) -> int:
+    """How often x was changed in place; of an inference tensor torch doesn't know."""
+    return 0 if x.is_inference() else x._version  # noqa: SLF001
 
 
 def quantize_only(quantizer: Any, x: Tensor, run: Callable[[Tensor], Any] | None = None) -> Any:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from lowbit.fake_quantize import FakeQuantize
 from lowbit.functional.linear import LONGEST_ROW, integer_linear
 from lowbit.granularity import PerChannel, PerTensor, PerToken
-from lowbit.kernels.plan import is_traced
-from lowbit.kernels.products import is_fast
+from lowbit.kernels import products
+from lowbit.kernels.plan import is_plain, is_traced
 from lowbit.nn.layer import QuantLayer
 from lowbit.tracing import is_exporting
 
-# By device: below so many multiplications, what surrounds a product of integers takes longer than it saves.
+# By device: below so many multiplications, codes take longer than quantized values and a product of those.
 _LEAST = {"cpu": 2**24, "cuda": 2**32}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,19 +42,16 @@ class LinearLayer(QuantLayer):
     @property
     def least_rows(self) -> int:
         """From how many rows on the layer multiplies codes in training."""
-        return -(-_LEAST[self._device] // (self.in_features * self.out_features))
+        weight, _ = self.slot_weight("weight_quantizer")
+        return -(-_LEAST[weight.device.type] // weight.numel())
 
-    @property
-    def _device(self) -> str:
-        parameter = next(self.parameters(recurse=False), None)
-        return "cpu" if parameter is None else parameter.device.type
-
-    def product_refusal(self) -> str:
-        """Why this layer never multiplies codes in training; "" where it does."""
+    def product_refusal(self, device: torch.device | None = None) -> str:
+        """Why this layer never multiplies codes in training, on this device or its own; "" where it does."""
         if type(self).float_class.forward is not nn.Linear.forward:
             return "the layer has a forward of its own"
-        if self._device not in _LEAST:
-            return f"there is none on {self._device}"
+        device = device or self.slot_weight("weight_quantizer")[0].device
+        if reason := products.refusal(device.type, device.index, self.in_features):
+            return reason
         if self._norm or self.integer_bias:
             return "a batch norm is folded into it" if self._norm else "its bias is one of integers"
         if self.in_features > LONGEST_ROW:
@@ -83,8 +80,7 @@ class LinearLayer(QuantLayer):
             and x.dtype in _DTYPES
             and x.device.type in _LEAST
             and x.numel() * self.out_features >= _LEAST[x.device.type]
-            and is_fast(x)
-            and not self.product_refusal()
+            and not self.product_refusal(x.device)
             and self.offers_codes("input_quantizer", x)
         )
 
@@ -97,7 +93,7 @@ _PERS = {
 
 def _is_watched(x: Any) -> bool:
     """Whether a tracer wants torch's own ops, or x is no plain tensor; a compiler takes the product as it is."""
-    return is_exporting() if torch.compiler.is_compiling() else is_traced(x)
+    return is_exporting() or not is_plain(x) if torch.compiler.is_compiling() else is_traced(x)
 
 
 def _multiplies_codes(x: Tensor, weight: Any, bias: Tensor | None) -> bool:
