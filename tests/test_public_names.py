@@ -34,7 +34,7 @@ NAMES = {
     "SteKind",
     *("convert", "export_onnx", "load", "save", "verify"),
     *("calibrate", "estimate_batch_norm", "freeze", "noise", "prepare", "replicate", "restore"),
-    *("scale_parameters", "summary"),
+    *("scale_parameters", "weights_once", "summary"),
     *("functional", "observers", "recipes"),
 }
 
