@@ -115,7 +115,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(q_x, x_scale, zero_point, q_w, w_scale)
         zero_point = None if zero_point is None else _by_row(zero_point)
         rows, scales = q_x.view(-1, q_x.shape[-1]), (_by_row(x_scale), _by_row(w_scale))
-        y = scaled_product(rows, q_w, *scales, zero_point, bias, dtype=ctx.dtype)
+        product = torch.ops.lowbit.scaled_product if torch.compiler.is_compiling() else scaled_product
+        y = product(rows, q_w, *scales, zero_point, bias, dtype=ctx.dtype)
         return y.view(*q_x.shape[:-1], q_w.shape[0])
 
     @staticmethod

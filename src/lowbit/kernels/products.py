@@ -93,41 +93,8 @@ def scaled_product(
     """y[m, n] = float(sum_k (q_x[m, k] - z[m]) * q_w[n, k]) * (s_x[m] * s_w[n]) + b[n]
 
     int8 codes; scales and zero points are one number, or one for each row. Each float step is rounded once, in float32
-    (float64 for float64), as ``lowbit.nn.products`` has it. Compiled code calls it as it is.
+    (float64 for float64), as ``lowbit.nn.products`` has it.
     """
-    if torch.compiler.is_compiling():
-        y: Tensor = torch.ops.lowbit.scaled_product(q_x, q_w, x_scale, w_scale, zero_point, bias, dtype)
-        return y
-    return _scaled_product(q_x, q_w, x_scale, w_scale, zero_point, bias, dtype)
-
-
-@torch.library.custom_op("lowbit::scaled_product", mutates_args=())
-def _opaque_product(
-    q_x: Tensor,
-    q_w: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return _scaled_product(q_x, q_w, x_scale, w_scale, zero_point, bias, dtype)
-
-
-@_opaque_product.register_fake
-def _(q_x: Tensor, q_w: Tensor, *rest: Any) -> Tensor:
-    return q_x.new_empty((q_x.shape[0], q_w.shape[0]), dtype=rest[-1])
-
-
-def _scaled_product(
-    q_x: Tensor,
-    q_w: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
     wide = math_dtype(dtype)
     columns = _row_sums(q_w) if zero_point is not None else None
     bias = None if bias is None else bias.contiguous()
@@ -145,6 +112,15 @@ def _scaled_product(
     x_scale, w_scale = scales
     y = sums.to(wide) * ((x_scale.view(-1, 1) if x_scale.dim() else x_scale) * w_scale)
     return (y if bias is None else y + bias).to(dtype)
+
+
+# Compiled code calls it as it is: torch.ops.lowbit.scaled_product
+_opaque_product = torch.library.custom_op("lowbit::scaled_product", scaled_product, mutates_args=())
+
+
+@_opaque_product.register_fake
+def _(q_x: Tensor, q_w: Tensor, *_: Any, dtype: torch.dtype) -> Tensor:
+    return q_x.new_empty((q_x.shape[0], q_w.shape[0]), dtype=dtype)
 
 
 def select(grad_output: Tensor, bits: Tensor) -> Tensor:
