@@ -83,6 +83,11 @@ def test_workspace_counts_partial_results_and_copies() -> None:
     assert 0 < whole < x.numel()
     assert Plan.select("learned_fake_quantize_backward", x, per=PerToken(), prefer="triton").workspace_size == 0
     assert Plan.select("fake_quantize", x[:, ::2], prefer="triton").workspace_size == x[:, ::2].numel() * 4
+    # Rows that lie apart are read where they are, unless they are too long for one program.
+    for columns, copied in ((64, 0), (2**15, 2 * 2**15 * 4)):
+        rows = torch.empty(4, columns, device=DEVICE)[::2]
+        size = Plan.select("quantize_per_batch", rows, per=PerToken(), prefer="triton").workspace_size
+        assert (size >= copied) if copied else (size == 0)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")

@@ -205,7 +205,7 @@ def _per_batch(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
     # A group that is one run of memory.
     run_length = layout.period if layout.channels == 1 else layout.inner
     one_read = run_length <= ONE_READ and (layout.channels == 1 or layout.period == layout.channels * layout.inner)
-    apart = _rows_apart(signature) if one_read and memory.copies else None
+    apart = _rows_apart(signature) if memory.copies else None
     if one_read:
         tiling = plan_tiles(signature, whole_rows=True)
         rows = {
@@ -244,14 +244,15 @@ def _per_batch(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
 def _rows_apart(signature: Signature) -> tuple[int, ...] | None:
     """Of rows that lie apart, such as those of an attention's heads: the sizes of two axes, and all strides of x and y
 
-    None where they do not: where an element's neighbour is not the next of its row, or there are more axes.
+    None where they do not: where an element's neighbour is not the next of its row, a row is too long for one program,
+    or there are more axes.
     """
     like = torch.empty_strided(signature.shape, signature.stride, device="meta")
     result = torch.empty_like(like)
     if not 1 < like.dim() <= 4 or (like.stride(-1), result.stride(-1)) != (1, 1) or 0 in like.stride():
         return None
     span = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    if signature.scale_shape != tuple(like.shape[:-1]) or span >= 1 << 31:
+    if signature.scale_shape != tuple(like.shape[:-1]) or like.shape[-1] > ONE_READ or span >= 1 << 31:
         return None
     more = 4 - like.dim()
     sizes = [1] * more + list(like.shape)
