@@ -33,28 +33,24 @@ import torch
 from resnet import resnet20
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrize
 from trainer import FLOAT_BITS, PADDING, Labelled, Settings, Trainer, accuracy, normalize
 
 import lowbit
 
-# The rate, distillation and weight scales of quantized networks were chosen on held-out images; the weight decay
-# falls with the bits as in LSQ's paper.
+# The rates and distillation of quantized networks were chosen on held-out images; the weight decay falls with the bits
+# as in LSQ's paper.
 RATE = 0.1
-QUANTIZED_RATE, DISTILL = 0.02, 0.5
-WEIGHT_OPTIONS = (  # the option, its default, what else there is
-    ("--weight-scales", "channel", ("tensor",), "what has a learned scale of its own"),
-    ("--weight-grid", "full", ("narrow",), "at 2 bits: -2 .. 1, or -1 .. 1"),
-    ("--weight-gradient", "clipped_identity", ("identity",), "of weights"),
-    ("--weight-norm", "free", ("standard",), "standard: mean and spread of a convolution's weights stay"),
-)
+QUANTIZED_RATE, SCALE_RATE, DISTILL = 0.02, 1.0, 0.5
+# Where an activation's learned scale starts: by LSQ's formula, or at the least squared error of its values. Where a
+# ReLU leaves few values that are not 0, their mean, and with it LSQ's scale, says little of them.
+SCALE_STARTS = ("least_error", "lsq")
 WEIGHT_DECAYS = {FLOAT_BITS: 5e-4, 4: 5e-4, 3: 2.5e-4, 2: 1.25e-4}
 QUANTIZED_WEIGHT_DECAY = 1e-4
 PUBLISHED = {FLOAT_BITS: 92.96, 4: 92.45, 3: 92.49, 2: 90.96}  # APoT: the best epoch on the test images
 
-QUICK_IMAGES = 128
+QUICK_IMAGES, CALIBRATION_IMAGES = 128, 512
 # Of the table, a row each.
-COMPARED = ("bits", "rate", "distill", "weight_scales", "weight_grid", "weight_gradient", "weight_norm")
+COMPARED = ("bits", "rate", "scale_rate", "scale_start", "distill")
 
 
 class Split(NamedTuple):
@@ -136,44 +132,28 @@ def load_cifar10(folder: Path) -> tuple[Labelled, Labelled]:
 # The networks.
 
 
-class Standardize(nn.Module):
-    """y = (w - mean(w)) * (spread / std(w)): weights of mean 0 and of the spread that they start with
-
-    So a clipped weight, which has no gradient of its own, still moves with the others. The batch norm that follows
-    every convolution makes up for the spread.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("spread", weight.detach().std())
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return (weight - weight.mean()) * (self.spread / weight.std())
-
-
 def quantize(model: nn.Module, settings: Settings, images: Tensor) -> nn.Module:
     """Weights and activations at the settings' bits, 8 in the first and the last layer, by learned scales (LSQ).
 
     As in the papers, convolutions and the linear layer are quantized, pooling and sums are not, and batch norm is not
     folded.
     """
-    if settings.weight_norm == "standard":
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d):
-                parametrize.register_parametrization(module, "weight", Standardize(module.weight))
-    per = lowbit.PerChannel(0) if settings.weight_scales == "channel" else lowbit.PerTensor()
-    narrow, ste = settings.weight_grid == "narrow", lowbit.SteKind(settings.weight_gradient)
+    least_error = {"observer": "histogram", "method": "mse"} if settings.scale_start == "least_error" else None
 
     def quantizers(bits: int, *, signed: bool = False) -> dict[str, lowbit.QuantSpec]:
-        weight = lowbit.QuantSpec(bits=bits, per=per, narrow=narrow, ste=ste, scale_mode=lowbit.Learned("lsq"))
-        activation = lowbit.QuantSpec(bits=bits, signed=signed, scale_mode=lowbit.Learned("lsq", batch_axis=0))
+        weight = lowbit.QuantSpec(bits=bits, per=lowbit.PerChannel(0), scale_mode=lowbit.Learned("lsq"))
+        mode = lowbit.Learned("lsq", batch_axis=0)
+        activation = lowbit.QuantSpec(bits=bits, signed=signed, scale_mode=mode, observer=least_error)
         return {"weight": weight, "activation": activation}
 
     # Only the images have a sign: every other layer takes what a ReLU gave.
     first, last = lowbit.Rule("conv1", **quantizers(8, signed=True)), lowbit.Rule("fc", **quantizers(8))
     rules = [first, last, lowbit.Rule("pool"), lowbit.Rule("*.add_0")]
     recipe = lowbit.Recipe(**quantizers(settings.bits), rules=rules, fold=False)
-    return lowbit.prepare(model, recipe, example_inputs=(images[:8],))
+    model = lowbit.prepare(model, recipe, example_inputs=(images[:8],))
+    if least_error is not None:
+        lowbit.calibrate(model, [images])
+    return model
 
 
 # The phases.
@@ -206,10 +186,11 @@ def train_phase(options: argparse.Namespace, started: float) -> None:
 
 
 def list_settings(options: argparse.Namespace) -> list[Settings]:
-    """A run for every combination of bits, rate, share of distillation, weight quantizer and seed."""
+    """A run for every combination of bits, rates, start of scales, share of distillation and seed."""
     decay = WEIGHT_DECAYS if options.weight_decay is None else dict.fromkeys(options.bits, options.weight_decay)
-    weights = product(options.weight_scales, options.weight_grid, options.weight_gradient, options.weight_norm)
-    grid = product(options.bits, options.rate, options.distill, weights, range(options.seeds))
+    grid = product(
+        options.bits, options.rate, options.scale_rate, options.scale_start, options.distill, range(options.seeds)
+    )
     return [
         Settings(
             bits=bits,
@@ -218,13 +199,10 @@ def list_settings(options: argparse.Namespace) -> list[Settings]:
             weight_decay=decay.get(bits, QUANTIZED_WEIGHT_DECAY),
             batch_size=options.batch_size,
             distill=distill,
-            scale_rate=options.scale_rate,
-            weight_scales=scales,
-            weight_grid=ends,
-            weight_gradient=gradient,
-            weight_norm=norm,
+            scale_rate=scale_rate,
+            scale_start=start,
         )
-        for bits, rate, distill, (scales, ends, gradient, norm), seed in grid
+        for bits, rate, scale_rate, start, distill, seed in grid
     ]
 
 
@@ -257,7 +235,7 @@ def build_trainer(settings: Settings, options: argparse.Namespace, train: Labell
             teacher = resnet20().to(device, memory_format=torch.channels_last).eval()
             teacher.load_state_dict(state)
         center = slice(PADDING, -PADDING)
-        model = quantize(model, settings, normalize(train[0][:8, center, center]))
+        model = quantize(model, settings, normalize(train[0][:CALIBRATION_IMAGES, center, center]))
     model.to(device, memory_format=torch.channels_last)
     return Trainer(model, teacher, settings, *train)
 
@@ -327,15 +305,17 @@ def print_table(folder: Path) -> None:
     groups: dict[tuple[float, ...], list[dict[str, Any]]] = {}
     for result in results:
         groups.setdefault(tuple(result[name] for name in COMPARED), []).append(result)
-    print("| bits | rate | distill | weights | accuracy, % | seeds | epochs | images | APoT, best epoch |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for (bits, rate, distill, *weights), rows in sorted(groups.items(), reverse=True):
+    print(
+        "| bits | rate | of scales | their start | distill | accuracy, % | seeds | epochs | images | APoT, best epoch |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for (bits, rate, scale_rate, start, distill), rows in sorted(groups.items(), reverse=True):
         values = [r["test_accuracy"] if r["held_out_accuracy"] is None else r["held_out_accuracy"] for r in rows]
         spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
         epochs = "-".join(str(n) for n in sorted({row["epochs"] for row in rows}))
         images = "test" if rows[0]["held_out_accuracy"] is None else "held out"
         name = "float" if bits == FLOAT_BITS else bits
-        how = f"{rate:g} | {distill:g} | {', '.join(weights)}"
+        how = f"{rate:g} | {scale_rate:g} | {start} | {distill:g}"
         found = f"{mean(values):.2f}{spread} | {len(rows)} | {epochs} | {images}"
         print(f"| {name} | {how} | {found} | {PUBLISHED.get(bits, '')} |")
 
@@ -354,13 +334,12 @@ def parse_options() -> argparse.Namespace:
     rates = f"learning rates (default {RATE}, qat {QUANTIZED_RATE})"
     parser.add_argument("--rate", type=float, nargs="+", help=rates)
     parser.add_argument("--weight-decay", type=float, help="of the weights (default: by the number of bits)")
-    parser.add_argument("--scale-rate", type=float, default=0.1, help="rate of learned scales, times that of weights")
+    scale_rates = f"rates of learned scales, times that of weights (default {SCALE_RATE})"
+    parser.add_argument("--scale-rate", type=float, nargs="+", default=[SCALE_RATE], help=scale_rates)
+    starts = f"where scales of activations start (default {SCALE_STARTS[0]})"
+    parser.add_argument("--scale-start", nargs="+", choices=SCALE_STARTS, default=[SCALE_STARTS[0]], help=starts)
     shares = f"shares of the float network's word in the qat loss (default {DISTILL})"
     parser.add_argument("--distill", type=float, nargs="+", default=[DISTILL], help=shares)
-    for name, default, others, what in WEIGHT_OPTIONS:
-        parser.add_argument(
-            name, nargs="+", choices=(default, *others), default=[default], help=f"{what} (default {default})"
-        )
     parser.add_argument("--held-out", type=int, default=0, help="training images to evaluate on, not the test images")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_IMAGES} images, one epoch: does it run?")
@@ -370,8 +349,7 @@ def parse_options() -> argparse.Namespace:
     if min(options.seeds, options.epochs, options.batch_size, *options.bits) < 1:
         parser.error("--seeds, --epochs, --batch-size and --bits must be at least 1")
     if options.phase == "float":
-        options.bits, options.distill = [FLOAT_BITS], [0.0]
-        options.weight_scales = options.weight_grid = options.weight_gradient = options.weight_norm = ["none"]
+        options.bits, options.distill, options.scale_rate, options.scale_start = [FLOAT_BITS], [0.0], [0.0], ["none"]
     options.rate = options.rate or [RATE if options.phase == "float" else QUANTIZED_RATE]
     if options.quick:
         options.epochs, options.batch_size = 1, 64

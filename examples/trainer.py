@@ -62,17 +62,14 @@ class Settings(NamedTuple):
     batch_size: int
     distill: float
     scale_rate: float
-    weight_scales: str  # a learned scale for each "tensor", or for each "channel" of it
-    weight_grid: str  # "full", such as -2 .. 1, or "narrow", such as -1 .. 1
-    weight_gradient: str  # a SteKind's value
-    weight_norm: str  # "free", or "standard": see Standardize
+    scale_start: str  # of activations: "lsq", the formula's, or "least_error"
 
     @property
     def name(self) -> str:
         if self.bits == FLOAT_BITS:
             return f"float-seed{self.seed}"
-        weight = f"{self.weight_scales}-{self.weight_grid}-{self.weight_gradient}-{self.weight_norm}"
-        return f"{self.bits}bit-rate{self.rate:g}-distill{self.distill:g}-{weight}-seed{self.seed}"
+        scales = f"scales{self.scale_rate:g}-{self.scale_start}"
+        return f"{self.bits}bit-rate{self.rate:g}-{scales}-distill{self.distill:g}-seed{self.seed}"
 
 
 class Trainer:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils import parametrize
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -114,13 +113,9 @@ def test_the_networks_have_the_published_size():
     assert len(depthwise) == 11
 
 
-PERS = ("tensor", "channel")
-NORMS = ("free", "standard")
-
-
 def make_trainer() -> Trainer:
     padded = torch.from_numpy(random_pixels(24, 32 + 2 * PADDING, 32 + 2 * PADDING, 3))
-    settings = Settings(FLOAT_BITS, 0, 0.1, 0, 8, 0, 0.1, "none", "none", "none", "none")
+    settings = Settings(FLOAT_BITS, 0, 0.1, 0, 8, 0, 0.1, "none")
     return Trainer(resnet20(), None, settings, padded, torch.arange(24) % 10)
 
 
@@ -184,20 +179,6 @@ def test_the_schedule_comes_to_its_end_in_any_number_of_epochs(seconds, budget):
         assert len(ends) == 20
 
 
-def test_standard_weights_keep_mean_and_spread_and_move_where_they_are_clipped():
-    conv = torch.nn.Conv2d(3, 4, 3)
-    with torch.no_grad():
-        conv.weight.add_(1.0)
-    before = conv.weight.detach().std()
-    parametrize.register_parametrization(conv, "weight", cifar10.Standardize(conv.weight))
-    with torch.no_grad():
-        conv.parametrizations.weight.original.mul_(3.0)
-    assert conv.weight.mean().abs() < 1e-6
-    torch.testing.assert_close(conv.weight.std(), before)
-    conv.weight[0, 0, 0, 0].backward()
-    assert (conv.parametrizations.weight.original.grad[1:] != 0).all()
-
-
 def test_a_float_network_must_come_first_and_of_the_same_split(tmp_path, monkeypatch):
     options = ["cifar10.py", "--quick", "--data", str(tmp_path), "--output", str(tmp_path), "--phase", "qat"]
     write_archive(tmp_path)
@@ -212,15 +193,14 @@ def test_a_float_network_must_come_first_and_of_the_same_split(tmp_path, monkeyp
 def test_the_table_has_a_row_for_all_settings(tmp_path, capsys):
     runs = (2, 0, 0.01, 90.0), (2, 1, 0.01, 91.0), (2, 0, 0.03, 89.0), (FLOAT_BITS, 0, 0.1, 92.5)
     for bits, seed, rate, accuracy in runs:
-        settings = {"bits": bits, "rate": rate, "distill": 0.5, "weight_scales": "tensor", "weight_grid": "full"}
-        settings |= {"weight_gradient": "identity", "weight_norm": "free"}
+        settings = {"bits": bits, "rate": rate, "scale_rate": 1.0, "scale_start": "lsq", "distill": 0.5}
         record = settings | {"test_accuracy": accuracy, "held_out_accuracy": None, "epochs": 7}
         (tmp_path / f"{bits}-{seed}-{rate}.json").write_text(json.dumps(record))
     cifar10.print_table(tmp_path)
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| float | 0.1 | 0.5 | tensor, full, identity, free | 92.50 | 1 | 7 | test | 92.96 |",
-        "| 2 | 0.03 | 0.5 | tensor, full, identity, free | 89.00 | 1 | 7 | test | 90.96 |",
-        "| 2 | 0.01 | 0.5 | tensor, full, identity, free | 90.50 ± 0.71 | 2 | 7 | test | 90.96 |",
+        "| float | 0.1 | 1 | lsq | 0.5 | 92.50 | 1 | 7 | test | 92.96 |",
+        "| 2 | 0.03 | 1 | lsq | 0.5 | 89.00 | 1 | 7 | test | 90.96 |",
+        "| 2 | 0.01 | 1 | lsq | 0.5 | 90.50 ± 0.71 | 2 | 7 | test | 90.96 |",
     ]
 
 
@@ -241,14 +221,9 @@ def run(folder: Path, *arguments: str) -> str:
 
 def test_all_phases_run_and_what_is_done_is_not_done_again(tmp_path):
     write_archive(tmp_path)
-    ways = "--weight-scales", *PERS, "--weight-norm", *NORMS
-    phases = (
-        ("float", ["float-seed0"]),
-        (
-            "qat",
-            [f"2bit-rate0.02-distill0.5-{per}-full-clipped_identity-{norm}-seed0" for per in PERS for norm in NORMS],
-        ),
-    )
+    ways = "--scale-rate", "0.1", "1", "--scale-start", *cifar10.SCALE_STARTS
+    scales = [f"scales{rate}-{start}" for rate in ("0.1", "1") for start in cifar10.SCALE_STARTS]
+    phases = ("float", ["float-seed0"]), ("qat", [f"2bit-rate0.02-{how}-distill0.5-seed0" for how in scales])
     for phase, name in [(phase, name) for phase, names in phases for name in names]:
         if not (tmp_path / "results" / f"{name}.json").exists():
             output = run(tmp_path, "--phase", phase, "--held-out", "32", *ways)
