@@ -153,6 +153,9 @@ def quantize(model: nn.Module, settings: Settings, images: Tensor) -> nn.Module:
     model = lowbit.prepare(model, recipe, example_inputs=(images[:8],))
     if least_error is not None:
         lowbit.calibrate(model, [images])
+        for module in model.modules():
+            if isinstance(module, lowbit.FakeQuantize):
+                module.observer = None  # it would watch every step of training too
     return model
 
 

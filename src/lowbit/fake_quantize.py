@@ -17,7 +17,7 @@ from lowbit.grid import Grid
 from lowbit.observers import Observer
 from lowbit.ranks import Ranks
 from lowbit.record import check_flag
-from lowbit.scale import Fixed, Learned, PerBatch, ScaleMode, nearest_zero_point
+from lowbit.scale import EMA, Fixed, Learned, PerBatch, ScaleMode, nearest_zero_point
 from lowbit.scale_state import ScaleState
 from lowbit.ste import SteKind
 
@@ -128,7 +128,8 @@ class FakeQuantize(ScaleState):
             if not is_recomputing():
                 if self.observer is not None:
                     self.observer.observe(x, ranks)
-                self._follow(x, ranks)
+                if isinstance(self.scale_mode, EMA | Learned):
+                    self._follow(x, ranks)
         elif self.enabled:
             self._check_ready()
         return ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit.functional.apply import apply
 from lowbit.functional.check import check_params
@@ -24,8 +24,8 @@ LONGEST_ROW = 2**16
 class Coded(NamedTuple):
     """A quantized tensor as int8 codes: its values are (q - z) * s
 
-    ``carrier`` has the tensor's shape and dtype and no memory: no value is ever read from it. It is where a gradient of
-    the values goes, which then follows the quantizer's rule.
+    ``carrier`` has the tensor's shape and dtype, and no value is ever read from it: it is where a gradient of the values
+    goes, which then follows the quantizer's rule. It has no memory, or is a parameter, which lives anyway.
     """
 
     carrier: Tensor
@@ -167,6 +167,10 @@ def code_per_batch(x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool) 
     if plan.is_traced(x) and not plan.is_opaque("quantize_per_batch", x):
         scale, zero_point = params_from_data(x, grid=grid, per=per, symmetric=symmetric)
         return code(x, scale, zero_point, grid=grid, per=per, ste=SteKind.IDENTITY)
+    if isinstance(x, nn.Parameter) and x.is_contiguous() and not plan.is_traced(x):
+        with torch.no_grad():
+            q, scale, zero_point = plan.run("quantize_per_batch", x, x, grid=grid, per=per, symmetric=symmetric)
+        return Coded(x, q, scale, zero_point, per)
     carrier, q, scale, zero_point = apply(_CodePerBatch, x.contiguous(), grid, per, symmetric)
     return Coded(carrier, q, scale, zero_point, per)
 
