@@ -105,6 +105,18 @@ def test_other_ops(compiled: list[str]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("columns", [64, 8 * 700])
+def test_codes_by_a_scale_that_is_given(columns: int, dtype: torch.dtype, compiled: list[str]) -> None:
+    from lowbit.kernels import triton as backend
+
+    x = torch.randn(16, columns).to(dtype)
+    for rule in (None, SteKind.CLIPPED_IDENTITY, SteKind.IN_RANGE):
+        backend.code_rows(x, SCALE, ZERO, Grid(8), rule)
+    backend.code_rows(x, torch.ones(16), None, Grid(8), SteKind.IN_RANGE)
+    assert compiled == ["_code_row"] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("columns", [256, 250])
 def test_products(columns: int, dtype: torch.dtype, compiled: list[str]) -> None:
     from lowbit.kernels import triton_products

@@ -13,8 +13,7 @@ from lowbit.functional.statistics import params_from_data
 from lowbit.granularity import Granularity, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import plan
-from lowbit.kernels.nan import mark_nan, may_hold_nan
-from lowbit.kernels.products import scaled_product, select
+from lowbit.kernels.products import code_rows, scaled_product, select
 from lowbit.ste import SteKind
 
 # Of rows up to this long, every sum of products of codes fits 32 bits.
@@ -24,8 +23,8 @@ LONGEST_ROW = 2**16
 class Coded(NamedTuple):
     """A quantized tensor as int8 codes: its values are (q - z) * s
 
-    ``carrier`` has the tensor's shape and dtype, and no value is ever read from it: it is where a gradient of the values
-    goes, which then follows the quantizer's rule. It has no memory, or is a parameter, which lives anyway.
+    ``carrier`` has the tensor's shape and dtype, and no value is ever read from it: it is where a gradient of the
+    values goes, which then follows the quantizer's rule. It has no memory, or is a parameter, which lives anyway.
     """
 
     carrier: Tensor
@@ -55,18 +54,17 @@ class _Code(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, grid: Grid, per: Granularity, ste: SteKind
-    ) -> tuple[Tensor, Tensor]:
-        q = plan.run("quantize", x, x, scale, zero_point, grid=grid, per=per, dtype=torch.int8)
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.clips = ste is not SteKind.IDENTITY and ctx.needs_input_grad[0]
+        q, bits, marked = code_rows(x, scale, zero_point, grid=grid, per=per, ste=ste if ctx.clips else None)
         if ctx.clips:
-            bits = plan.run("gradient_bits", x, x, scale, zero_point, grid=grid, per=per, ste=ste)
             ctx.save_for_backward(bits)
-        ctx.mark_non_differentiable(q)
+        ctx.mark_non_differentiable(*(tensor for tensor in (q, marked) if tensor is not None))
         ctx.set_materialize_grads(False)  # none of the codes'
-        return _carrier(x), q
+        return _carrier(x), q, marked
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         dx = select(grad_output, *ctx.saved_tensors) if ctx.clips and grad_output is not None else grad_output
         return dx, None, None, None, None, None
 
@@ -154,11 +152,10 @@ def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per
         shift = torch.full((), 128, dtype=torch.int32, device=x.device)
         zero_point = -shift.expand(scale.shape) if zero_point is None else zero_point - shift
         grid = Grid(8)
-    carrier, q = apply(_Code, x, scale, zero_point, grid, per, ste)
-    if x.numel() and (x.is_cuda or plan.is_traced(x) or may_hold_nan(x)):
-        rows = x.shape[:-1]
-        scale, per = mark_nan(scale.expand(rows), x.detach(), per=PerToken()), PerToken()
-        zero_point = None if zero_point is None else zero_point.expand(rows).contiguous()
+    carrier, q, marked = apply(_Code, x, scale, zero_point, grid, per, ste)
+    if marked is not None:
+        scale, per = marked, PerToken()
+        zero_point = None if zero_point is None else zero_point.expand(x.shape[:-1]).contiguous()
     return Coded(carrier, q, scale, zero_point, per)
 
 

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lowbit.granularity import Granularity, PerToken
+from lowbit.grid import Grid
 from lowbit.kernels import native, plan
+from lowbit.kernels.nan import mark_nan, may_hold_nan
 from lowbit.kernels.precision import math_dtype
 from lowbit.packing import unpack
+from lowbit.ste import SteKind
 from lowbit.tracing import at_trace_time
 
 
@@ -121,6 +125,26 @@ _opaque_product = torch.library.custom_op("lowbit::scaled_product", scaled_produ
 @_opaque_product.register_fake
 def _(q_x: Tensor, q_w: Tensor, *_: Any, dtype: torch.dtype) -> Tensor:
     return q_x.new_empty((q_x.shape[0], q_w.shape[0]), dtype=dtype)
+
+
+def code_rows(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per: Granularity, ste: SteKind | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The codes of x, contiguous; a bit for each that the rule, if given, passes a gradient to; and, unless x holds no
+    NaN, which codes do not know, a scale for each row, NaN for those that hold one.
+    """
+    traced = plan.is_traced(x)
+    if not traced and plan.runs("triton", x) and x.shape[-1] % 8 == 0:
+        from lowbit.kernels import triton  # half a second, which only users of a GPU should spend
+
+        return triton.code_rows(x, scale, zero_point, grid, ste)
+    params = x, x, scale, zero_point
+    q = plan.run("quantize", *params, grid=grid, per=per, dtype=torch.int8)
+    bits = None if ste is None else plan.run("gradient_bits", *params, grid=grid, per=per, ste=ste)
+    marked = None
+    if x.numel() and (x.is_cuda or traced or may_hold_nan(x)):
+        marked = mark_nan(scale.expand(x.shape[:-1]), x, per=PerToken())
+    return q, bits, marked
 
 
 def select(grad_output: Tensor, bits: Tensor) -> Tensor:

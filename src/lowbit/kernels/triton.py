@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowbit.grid import Grid
 from lowbit.kernels import triton_launch
 from lowbit.kernels.signature import Signature
 from lowbit.kernels.triton_formulas import (
@@ -32,6 +33,7 @@ from lowbit.kernels.triton_formulas import (
     slope_of,
     widened,
 )
+from lowbit.ste import SteKind
 
 ACCUMULATOR: torch.dtype | None = None
 
@@ -374,6 +376,39 @@ def _gradient_bits(
 
 
 @triton.jit
+def _code_row(
+    q_ptr, bits_ptr, marked_ptr, x_ptr, s_ptr, z_ptr,
+    octets, single: tl.constexpr, block: tl.constexpr, steps: tl.constexpr, rule: tl.constexpr,
+    quant_min, quant_max, double: tl.constexpr, fused: tl.constexpr,
+):  # fmt: skip
+    """The codes of a row, their bits (see _gradient_bits), and the row's scale, NaN where it holds one: in one read"""
+    math: tl.constexpr = tl.float64 if double else tl.float32
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.zeros((1, 1), tl.int64) + (0 if single else row)
+    first, place = tl.arange(0, block)[:, None], tl.arange(0, 8)[None, :]
+    given = tl.load(s_ptr + group)
+    s = given.to(math)
+    z = tl.zeros_like(s) if z_ptr is None else tl.load(z_ptr + group).to(math)
+    low, high, inverse = quant_min - z, quant_max - z, inverse_of(s, fused)
+    lost = tl.zeros((block, 8), tl.int32)
+    for step in range(steps):
+        index = step * block + first
+        octet, known = row * octets + index, index < octets
+        inside = known & (place < 8)
+        x = widened(tl.load(x_ptr + octet * 8 + place, mask=inside, other=0.0), math).to(math)
+        lost |= (x != x).to(tl.int32)
+        v = rounded(quotient_of(x, s, inverse, low, high, fused), double)
+        q = (tl.where(x == x, v, 0.0) + z).to(tl.int32)
+        tl.store(q_ptr + octet * 8 + place, q.to(tl.int8), mask=inside)
+        if bits_ptr is not None:
+            passed = gradient_of(tl.full(x.shape, 1.0, math), x, s, inverse, low, high, rule, double, fused) != 0
+            bits = tl.sum((passed & inside).to(tl.int32) << place, 1, keep_dims=True)
+            tl.store(bits_ptr + octet, bits.to(tl.uint8), mask=known)
+    held = tl.max(tl.max(lost, 1, keep_dims=True), 0, keep_dims=True)
+    tl.store(marked_ptr + row + tl.zeros((1, 1), tl.int32), tl.where(held == 0, given, float("nan")))
+
+
+@triton.jit
 def _select(y_ptr, g_ptr, bits_ptr, elements, wide: tl.constexpr, block: tl.constexpr):
     """y = g where its bit is set, else 0"""
     byte, place, index = _bit_places(block, wide)
@@ -424,3 +459,17 @@ def select(grad_output: Tensor, bits: Tensor) -> Tensor:
     y = torch.empty_like(g)
     triton_launch.bits_launch(_select, g.numel(), (), g.device)(y, g, bits)
     return y
+
+
+def code_rows(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, grid: Grid, ste: SteKind | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The codes of x, contiguous, by one scale or one for each row; the bits of a rule; and a scale for each row"""
+    q, columns = torch.empty_like(x, dtype=torch.int8), x.shape[-1]
+    bits = None if ste is None else torch.empty(x.numel() // 8, dtype=torch.uint8, device=x.device)
+    marked = torch.empty(x.shape[:-1], dtype=scale.dtype, device=x.device)
+    launch = triton_launch.row_launch(
+        _code_row, marked.numel(), columns, scale.numel() == 1, grid, ste, x.dtype == torch.float64, x.device
+    )
+    launch(q, bits, marked, x, scale.contiguous(), None if zero_point is None else zero_point.contiguous())
+    return q, bits, marked

@@ -12,12 +12,14 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from lowbit.grid import Grid
 from lowbit.kernels.nan import mark_nan
 from lowbit.kernels.signature import Signature
 from lowbit.kernels.tiling import Tiling, bytes_read, plan_tiles
 from lowbit.ste import SteKind
 
 BITS_BLOCK = 256  # bytes of bits of a program
+ROW_BLOCK = 512  # octets of a row that a program takes at a time
 EMA_BLOCK = 128  # scale groups of a program that blends states
 ONE_READ = 16384  # elements of a scale group that one program holds
 
@@ -284,6 +286,26 @@ def bits_launch(
     """A kernel over the bytes that hold a bit for each element."""
     arguments = elements, *numbers, elements >= 1 << 31, BITS_BLOCK, *constants
     return Launch(function, -(-elements // (8 * BITS_BLOCK)), arguments, 4, device)
+
+
+@cache
+def row_launch(
+    function: Any,
+    rows: int,
+    columns: int,
+    single: bool,
+    grid: Grid,
+    ste: SteKind | None,
+    double: bool,
+    device: torch.device,
+) -> Launch:
+    """A kernel that takes a row of whole octets a program"""
+    octets = columns // 8
+    block = min(ROW_BLOCK, triton.next_power_of_2(octets))
+    rule, fused = "identity" if ste is None else ste.value, not double and not knobs.runtime.interpret
+    ends = float(grid.quant_min), float(grid.quant_max)
+    numbers = octets, single, block, -(-octets // block)
+    return Launch(function, rows, (*numbers, rule, *ends, double, fused), max(1, min(8, block // 64)), device)
 
 
 def _measure(signature: Signature, kernels: Kernels, kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
