@@ -40,7 +40,7 @@ import lowbit
 # The rates and distillation of quantized networks were chosen on held-out images; the weight decay falls with the bits
 # as in LSQ's paper.
 RATE = 0.1
-QUANTIZED_RATE, SCALE_RATE, DISTILL = 0.02, 1.0, 0.5
+QUANTIZED_RATE, SCALE_RATE, DISTILL = 0.02, 0.1, 0.5
 # Where an activation's learned scale starts: by LSQ's formula, or at the least squared error of its values. Where a
 # ReLU leaves few values that are not 0, their mean, and with it LSQ's scale, says little of them.
 SCALE_STARTS = ("least_error", "lsq")

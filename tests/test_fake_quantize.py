@@ -219,6 +219,18 @@ def test_lsq_plus_affine_learns_its_zero_point(device: torch.device) -> None:
     assert quantizer.zero_point.item() == zero_point.item()
 
 
+def test_a_learned_activation_starts_where_its_error_is_least(device: torch.device) -> None:
+    x = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)).sub(1.5).relu().to(device)  # mostly 0
+    quantizer = FakeQuantize(2, signed=False, scale_mode=Learned("lsq+", batch_axis=0)).to(device)
+    quantizer(x)
+    scales = x.max().item() / 3 * torch.arange(1, 51) / 50
+    errors = [(fake_quantize(x, s.to(device), grid=Grid(2, signed=False)) - x).square().mean().item() for s in scales]
+    assert quantizer.scale.item() == pytest.approx(scales[min(range(50), key=errors.__getitem__)].item(), rel=1e-5)
+    formula = FakeQuantize(2, signed=False, scale_mode=Learned("lsq", batch_axis=0)).to(device)
+    formula(x)
+    assert quantizer.quantization_noise(x) < 0.5 * formula.quantization_noise(x)
+
+
 def test_float_range_of_a_learned_zero_point_is_the_forwards(device: torch.device) -> None:
     quantizer = FakeQuantize(4, False, 0.5, 7, scale_mode=Learned("lsq+")).to(device)
     with torch.no_grad():

@@ -64,7 +64,7 @@ PER_TOKEN = QuantSpec(8, PerToken(), symmetric=True, scale_mode=PerBatch())
         (
             "w2a2",
             QuantSpec(2, PerTensor(), scale_mode=Learned("lsq")),
-            QuantSpec(2, PerTensor(), scale_mode=Learned("lsq", batch_axis=0), signed=None),
+            QuantSpec(2, PerTensor(), scale_mode=Learned("lsq+", batch_axis=0), signed=None),
         ),
         (
             "ternary",

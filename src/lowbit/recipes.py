@@ -45,11 +45,12 @@ def w4() -> Recipe:
 def w2a2() -> Recipe:
     """s_w, s_x = learned, one per tensor, by LSQ's gradient
 
-    2-bit weights and activations; an activation that cannot be negative has codes 0 to 3, any other -2 to 1.
+    2-bit weights and activations; an activation that cannot be negative has codes 0 to 3, any other -2 to 1. Its scale
+    starts where the squared error is least: of the few values that a ReLU may leave, a mean says little.
     """
     return Recipe(
         weight=QuantSpec(bits=2, scale_mode=Learned("lsq")),
-        activation=QuantSpec(bits=2, scale_mode=Learned("lsq", batch_axis=0)),
+        activation=QuantSpec(bits=2, scale_mode=Learned("lsq+", batch_axis=0)),
     )
 
 

@@ -216,7 +216,7 @@ class ScaleState(nn.Module):
         if isinstance(self.scale_mode, EMA):
             self._blend(x, self.scale_mode.decay, ranks)
         elif isinstance(self.scale_mode, Learned) and not self._has_started(ranks):
-            self._start(x, self.scale_mode.method, ranks)
+            self._start(x, self.scale_mode, ranks)
         if x.numel() > 0 or ranks is not None:
             self._started = True
 
@@ -235,15 +235,16 @@ class ScaleState(nn.Module):
         for held, new in zip(state, blend(batch, state, decay, self.grid), strict=True):
             held.copy_(new)
 
-    def _start(self, x: Tensor, method: str, ranks: Ranks | None) -> None:
+    def _start(self, x: Tensor, mode: Learned, ranks: Ranks | None) -> None:
         """The first value of a learned scale; a group without data starts at the mean of the others"""
         has_data = abs_max(x, self.per, ranks) > 0
-        zero_point = self.zero_point
-        if not self.symmetric and method == "lsq+":
-            scale, zero_point = least_error_params(x, grid=self.grid, per=self.per, ranks=ranks)
+        zero_point, is_plus = self.zero_point, mode.method == "lsq+"
+        if is_plus and (not self.symmetric or mode.batch_axis is not None):
+            scale, found = least_error_params(x, grid=self.grid, per=self.per, symmetric=self.symmetric, ranks=ranks)
+            zero_point = zero_point if found is None else found
         elif not self.symmetric:
             scale, zero_point = affine_params(*min_max(x, self.per, ranks, with_zero=True), self.grid)
-        elif method == "lsq+":
+        elif is_plus:
             scale = lsq_plus_scale(*mean_std(x, self.per, ranks), self.grid)
         else:
             scale = lsq_scale(mean_abs(x, self.per, ranks), self.grid)

@@ -74,24 +74,29 @@ def mean_std(x: Tensor, per: Granularity, ranks: Ranks | None = None) -> tuple[T
 
 @torch.no_grad()
 def least_error_params(
-    x: Tensor, *, grid: Grid, per: Granularity, candidates: int = 50, ranks: Ranks | None = None
-) -> tuple[Tensor, Tensor]:
-    """s, z of an affine quantizer: of ``candidates`` shrunken ranges, the one with the least mean((y - x)^2)"""
+    x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool, candidates: int = 50, ranks: Ranks | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """s, z (symmetric: z None): of ``candidates`` shrunken ranges, the one with the least mean((y - x)^2)"""
     x = x.detach().to(math_dtype(x.dtype))
-    low, high = min_max(x, per, ranks, with_zero=True)
-    losses, params = [], []
-    for step in range(candidates, 0, -1):
-        s, z = affine_params(low * step / candidates, high * step / candidates, grid)
+    ends = (abs_max(x, per, ranks),) if symmetric else min_max(x, per, ranks, with_zero=True)
+
+    def params(share: float) -> tuple[Tensor, Tensor | None]:
+        shrunken = [end * share for end in ends]
+        return (symmetric_scale(*shrunken, grid), None) if symmetric else affine_params(*shrunken, grid)
+
+    found = [params(step / candidates) for step in range(candidates, 0, -1)]
+    losses = []
+    for s, z in found:
         error = plan.run("fake_quantize", x, x, s, z, grid=grid, per=per) - x
         losses.append(plan.run("mean_abs", x, error * error, per=per))
-        params.append((s, z))
     if ranks is not None:
         losses = list(ranks.mean(torch.stack(losses), count_finite(x, per)))
-    best = torch.full_like(low, torch.inf)
-    scale, zero_point = affine_params(low, high, grid)
-    for loss, (s, z) in zip(losses, params, strict=True):
+    best = torch.full_like(ends[0], torch.inf)
+    scale, zero_point = found[0]
+    for loss, (s, z) in zip(losses, found, strict=True):
         better = loss < best
-        scale, zero_point = torch.where(better, s, scale), torch.where(better, z, zero_point)
+        scale = torch.where(better, s, scale)
+        zero_point = None if z is None or zero_point is None else torch.where(better, z, zero_point)
         best = torch.minimum(loss, best)
     return scale, zero_point
 
