@@ -78,10 +78,11 @@ def weights_once(model: nn.Module) -> Iterator[None]:
     """Quantize each weight once while this lasts, for batches whose gradients are added up
 
     Those with the scale of their own range (PerBatch, as in w8a8, w8a8_dynamic and w4a8) that are parameters; others
-    are quantized in every forward, as ever, as are tied weights, and all in compiled code and in a CUDA graph. The
-    second forward of activation checkpointing takes the weights of the first (of reentrant checkpointing, which runs
-    that without gradients, its own). The quantized weights take memory while this lasts. A weight that an optimizer
-    changes inside is an error; what changes its ``data`` behind autograd's back is not seen.
+    are quantized in every forward, as ever, as are tied weights, all in compiled code, and all in a CUDA graph that
+    begins inside. On a GPU, the codes that were asked for the last time are made in one launch. The second forward of
+    activation checkpointing takes the weights of the first (of reentrant checkpointing, which runs that without
+    gradients, its own). The quantized weights take memory while this lasts. A weight that an optimizer changes inside
+    is an error; what changes its ``data`` behind autograd's back is not seen.
 
     >>> import lowbit
     >>> model = prepare(nn.Linear(8, 4), lowbit.recipes.w8a8(), torch.randn(2, 8))
@@ -93,10 +94,12 @@ def weights_once(model: nn.Module) -> Iterator[None]:
     before = {key: context.held for key, context in contexts.items()}
     try:
         for context in contexts.values():
-            context.held = context.held or HeldWeights()
+            context.held = context.held or HeldWeights(context.expected)
         yield
     finally:
         for key, context in contexts.items():
+            if context.held is not None:
+                context.expected = tuple(context.held.asked)
             context.held = before[key]
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import inputs
 from compare import assert_same_bits
 from lowbit import Grid, PerChannel, PerTensor, PerToken, SteKind
 from lowbit.functional import fake_quantize, fake_quantize_backward
-from lowbit.functional.linear import Coded, code, code_per_batch, integer_linear
+from lowbit.functional.linear import Coded, code, code_parameters, code_per_batch, integer_linear
 from lowbit.kernels import plan
 from oracle import group_index
 
@@ -196,3 +196,16 @@ def test_refusals() -> None:
     long = code_per_batch(torch.randn(1, 2**16 + 1), grid=Grid(8), per=PerTensor(), symmetric=True)
     with pytest.raises(ValueError, match="rows of 65537 codes may have sums beyond 32 bits"):
         integer_linear(long, long)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+def test_many_weights_are_coded_as_each_by_itself(dtype: torch.dtype, device: torch.device) -> None:
+    weights = [data(shape, dtype, seed).detach().to(device) for seed, shape in enumerate([(5, 16), (3, 40), (7, 33)])]
+    weights[0][3] = 0
+    weights[1][2, 3], weights[2][1, 1] = torch.nan, torch.inf
+    parameters = [nn.Parameter(weight) for weight in weights]
+    for found, parameter in zip(code_parameters(parameters, grid=NARROW), parameters, strict=True):
+        wanted = code_per_batch(parameter, grid=NARROW, per=PerChannel(0), symmetric=True)
+        assert_same_bits(found.q, wanted.q)
+        assert_same_bits(found.scale, wanted.scale)
+        assert found.carrier is wanted.carrier is parameter

@@ -20,6 +20,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int8: "*i8",
     torch.uint8: "*u8",
@@ -114,6 +115,16 @@ def test_codes_by_a_scale_that_is_given(columns: int, dtype: torch.dtype, compil
         backend.code_rows(x, SCALE, ZERO, Grid(8), rule)
     backend.code_rows(x, torch.ones(16), None, Grid(8), SteKind.IN_RANGE)
     assert compiled == ["_code_row"] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [3072, 33])
+def test_many_weights(columns: int, dtype: torch.dtype, compiled: list[str]) -> None:
+    from lowbit.kernels import triton as backend
+
+    found = backend.code_weights([torch.randn(4, 768).to(dtype), torch.randn(3, columns).to(dtype)], Grid(8))
+    assert [(q.shape, scale.shape) for q, scale in found] == [((4, 768), (4,)), ((3, columns), (3,))]
+    assert compiled == ["_code_weights"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)

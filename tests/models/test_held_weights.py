@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit
 from compare import assert_same_bits
-from lowbit.nn import linear
+from lowbit.nn import context, linear
 from models.small import mlp
 
 PRESETS = ("w8a8", "w8a8_dynamic", "w4a8")
@@ -76,6 +77,30 @@ def test_gradients_are_the_same_and_weights_quantized_once(
     model.checkpointed = None
     gradients(model, batches)
     assert len(seen) == 12  # as ever, when it is over
+
+
+def test_codes_of_the_last_time_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_LEAST", {"cpu": 0})
+    monkeypatch.setattr(context, "plan", SimpleNamespace(runs=lambda *_: True))  # as on a GPU
+    made: list[int] = []
+    inner = context.code_parameters
+    counted = lambda ps, grid: made.append(len(ps)) or inner(ps, grid=grid)  # noqa: E731
+    monkeypatch.setattr(context, "code_parameters", counted)
+    model, batches = prepared("w8a8_dynamic"), torch.randn(3, 5, 3, 2, 2)
+    wanted = gradients(copy.deepcopy(model), batches)
+    seen = calls_of(model, monkeypatch)
+    for wanted_made, wanted_seen in (([], 3), ([2], 1)):  # the convolution's by itself; it has no codes
+        seen.clear()
+        with lowbit.weights_once(model):
+            found = gradients(model, batches)
+        for got, want in zip(found, wanted, strict=True):
+            assert_same_bits(got, want)
+        assert (made, len(seen)) == (wanted_made, wanted_seen)
+    model.rest[0].weight.requires_grad_(False)  # no longer like the other
+    with lowbit.weights_once(model):
+        model(batches[0]).sum().backward()
+    assert made == [2]
+    assert copy.deepcopy(model).conv._context.expected == ()
 
 
 def test_a_weight_that_changes_is_an_error_and_nothing_stays() -> None:

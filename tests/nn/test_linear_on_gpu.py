@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -91,8 +92,9 @@ def steps(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
     return outputs + [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_captured_step_is_the_step(preset: str) -> None:
+def test_a_captured_step_is_the_step(preset: str, once: bool) -> None:
     """Nothing waits for the host, and what the graph replays has the same bits, states of scales included."""
     model = prepared(mlp(64, 96, 64), preset, torch.bfloat16, 64)
     batches = [torch.randn(128, 64, device="cuda").bfloat16() for _ in range(5)]
@@ -101,12 +103,16 @@ def test_a_captured_step_is_the_step(preset: str) -> None:
     x = batches[0].clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
+    weights_once = lowbit.weights_once if once else nullcontext
     with torch.cuda.stream(stream):
-        found = steps(model, batches[:2])[:2]  # which compiles the kernels
+        found = []
+        for batch in batches[:2]:  # which compiles the kernels
+            with weights_once(model):
+                found.append(steps(model, [batch])[0])
     torch.cuda.current_stream().wait_stream(stream)
     model.zero_grad()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), weights_once(model):
         y = model(x)
         y.float().square().mean().backward()
     for batch in batches[2:]:

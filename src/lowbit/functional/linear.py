@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 from lowbit.functional.apply import apply
 from lowbit.functional.check import check_params
 from lowbit.functional.statistics import params_from_data
-from lowbit.granularity import Granularity, PerToken
+from lowbit.granularity import Granularity, PerChannel, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import plan
-from lowbit.kernels.products import code_rows, scaled_product, select
+from lowbit.kernels.products import code_rows, code_weights, scaled_product, select
 from lowbit.ste import SteKind
 
 # Of rows up to this long, every sum of products of codes fits 32 bits.
@@ -170,6 +171,13 @@ def code_per_batch(x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool) 
         return Coded(x, q, scale, zero_point, per)
     carrier, q, scale, zero_point = apply(_CodePerBatch, x.contiguous(), grid, per, symmetric)
     return Coded(carrier, q, scale, zero_point, per)
+
+
+def code_parameters(parameters: Sequence[nn.Parameter], *, grid: Grid) -> list[Coded]:
+    """code_per_batch of matrices of one dtype, symmetric, with a scale for each row: all of them in one call"""
+    with torch.no_grad():
+        results = code_weights(parameters, grid)
+    return [Coded(p, q, scale, None, PerChannel(0)) for p, (q, scale) in zip(parameters, results, strict=True)]
 
 
 def integer_linear(x: Coded, w: Coded, bias: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -78,11 +78,12 @@ def least_error_params(
 ) -> tuple[Tensor, Tensor | None]:
     """s, z (symmetric: z None): of ``candidates`` shrunken ranges, the one with the least mean((y - x)^2)"""
     x = x.detach().to(math_dtype(x.dtype))
-    ends = (abs_max(x, per, ranks),) if symmetric else min_max(x, per, ranks, with_zero=True)
+    low, high = (abs_max(x, per, ranks),) * 2 if symmetric else min_max(x, per, ranks, with_zero=True)
 
     def params(share: float) -> tuple[Tensor, Tensor | None]:
-        shrunken = [end * share for end in ends]
-        return (symmetric_scale(*shrunken, grid), None) if symmetric else affine_params(*shrunken, grid)
+        return (
+            (symmetric_scale(high * share, grid), None) if symmetric else affine_params(low * share, high * share, grid)
+        )
 
     found = [params(step / candidates) for step in range(candidates, 0, -1)]
     losses = []
@@ -91,7 +92,7 @@ def least_error_params(
         losses.append(plan.run("mean_abs", x, error * error, per=per))
     if ranks is not None:
         losses = list(ranks.mean(torch.stack(losses), count_finite(x, per)))
-    best = torch.full_like(ends[0], torch.inf)
+    best = torch.full_like(high, torch.inf)
     scale, zero_point = found[0]
     for loss, (s, z) in zip(losses, found, strict=True):
         better = loss < best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.granularity import Granularity, PerToken
+from lowbit.granularity import Granularity, PerChannel, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import native, plan
 from lowbit.kernels.nan import mark_nan, may_hold_nan
@@ -145,6 +146,20 @@ def code_rows(
     if x.numel() and (x.is_cuda or traced or may_hold_nan(x)):
         marked = mark_nan(scale.expand(x.shape[:-1]), x, per=PerToken())
     return q, bits, marked
+
+
+def code_weights(weights: Sequence[Tensor], grid: Grid) -> list[tuple[Tensor, Tensor]]:
+    """Of each weight the codes by the range of its rows, and their scales; on a GPU, one launch for all
+
+    Weights are contiguous matrices of one dtype.
+    """
+    if plan.runs("triton", weights[0]):
+        from lowbit.kernels import triton, triton_launch  # half a second, which only users of a GPU should spend
+
+        if max(weight.shape[1] for weight in weights) <= triton_launch.ONE_READ:
+            return triton.code_weights(weights, grid)
+    runs = (plan.run("quantize_per_batch", w, w, grid=grid, per=PerChannel(0), symmetric=True) for w in weights)
+    return [(q, scale) for q, scale, _ in runs]
 
 
 def select(grad_output: Tensor, bits: Tensor) -> Tensor:

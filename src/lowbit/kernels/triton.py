@@ -7,7 +7,7 @@ nothing is atomic, nothing waits for the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,18 @@ from lowbit.grid import Grid
 from lowbit.kernels import triton_launch
 from lowbit.kernels.signature import Signature
 from lowbit.kernels.triton_formulas import (
-    code_of,
+    by_own_params,
+    collapsed,
     divided,
+    ends_of,
     gradient_of,
-    greater,
     inverse_of,
     is_in_range,
     narrowed,
     params_of,
     quotient_of,
-    ratio_of,
     rounded,
+    row_params,
     slope_of,
     widened,
 )
@@ -174,20 +175,6 @@ def _map(
 
 
 @triton.jit
-def _ends(x, inside, kind: tl.constexpr, even: tl.constexpr):
-    """What the statistic of ``kind`` takes from each x: abs(x) twice, or x for the least and x for the greatest"""
-    finite = tl.abs(x) < float("inf")
-    if not even:
-        finite = finite & inside
-    if kind == "abs_max" or kind == "symmetric":
-        a = tl.where(finite, tl.abs(x), 0.0)
-        b = a
-    else:
-        a, b = tl.where(finite, x, float("inf")), tl.where(finite, x, float("-inf"))
-    return a, b
-
-
-@triton.jit
 def _join(a, b, c, d, kind: tl.constexpr):
     """The reduction of ``kind``, of two pairs"""
     if kind == "sum":
@@ -196,18 +183,6 @@ def _join(a, b, c, d, kind: tl.constexpr):
         a = tl.maximum(a, c)
     else:
         a, b = tl.minimum(a, c), tl.maximum(b, d)
-    return a, b
-
-
-@triton.jit
-def _collapse(a, b, axis: tl.constexpr, kind: tl.constexpr):
-    """The reduction of ``kind``, along an axis"""
-    if kind == "sum":
-        a, b = tl.sum(a, axis, keep_dims=True), tl.sum(b, axis, keep_dims=True)
-    elif kind == "abs_max" or kind == "symmetric":
-        a = tl.max(a, axis, keep_dims=True)
-    else:
-        a, b = tl.min(a, axis, keep_dims=True), tl.max(b, axis, keep_dims=True)
     return a, b
 
 
@@ -227,17 +202,17 @@ def _reduce(
         by_row, single, plain, ordered, wide, unit, block_rows, block_columns, steps,
     )  # fmt: skip
     known = down < rows_left if by_row else across < columns_left
-    a, b = _ends(tl.full((block_rows, block_columns), float("nan"), math), known, kind, True)
+    a, b = ends_of(tl.full((block_rows, block_columns), float("nan"), math), known, kind, True)
     for _ in range(steps):
         inside = (down < rows_left) & (across < columns_left)
-        c, d = _ends(widened(_load(x_ptr + base + offsets, inside, 0, even), math), inside, kind, even)
+        c, d = ends_of(widened(_load(x_ptr + base + offsets, inside, 0, even), math), inside, kind, even)
         a, b = _join(a, b, c, d, kind)
         base += stride
         if by_row:
             columns_left -= block_columns
         else:
             rows_left -= block_rows
-    a, b = _collapse(a, b, 1 if by_row else 0, kind)
+    a, b = collapsed(a, b, 1 if by_row else 0, kind)
     if last:
         a, b = params_of(a, b, kind, quant_min, quant_max, double)
     _store(a_ptr + slot, a, known, even)
@@ -261,7 +236,7 @@ def _finish(
     if kind == "sum":
         a, b = tl.zeros((block, block_groups), math), tl.zeros((block, block_groups), math)
     else:
-        a, b = _ends(tl.full((block, block_groups), float("nan"), math), known, kind, True)
+        a, b = ends_of(tl.full((block, block_groups), float("nan"), math), known, kind, True)
     for turn in range(rounds):
         index = turn * block + tl.arange(0, block)[:, None]
         offsets = first + index // inner * (channels * inner) + index % inner
@@ -273,7 +248,7 @@ def _finish(
             c = tl.load(a_ptr + offsets, mask=inside, other=float("inf"))
             d = tl.load(b_ptr + offsets, mask=inside, other=float("-inf"))
         a, b = _join(a, b, c, d, kind)
-    a, b = _collapse(a, b, 0, kind)
+    a, b = collapsed(a, b, 0, kind)
     a, b = params_of(a, b, kind, quant_min, quant_max, double)
     _store(y_ptr + group, a, known, False)
     if z_ptr is not None:
@@ -310,38 +285,33 @@ def _quantize_rows(
         y_ptr += base + offsets
     codes: tl.constexpr = y_ptr.dtype.element_ty.is_int()
     x = widened(_load(x_ptr, inside, 0, even), math)
-    # Most tiles hold finite numbers alone, which one maximum tells: then no other look at them is needed.
-    most = tl.reduce(tl.abs(x), 1, greater, keep_dims=True)
-    plainly = tl.sum((most < float("inf")).to(tl.int32)) == block_rows
-    if kind == "symmetric":
-        a, b = most, most
-        if not plainly:
-            ends, same = _ends(x, inside, kind, even)
-            a, same = _collapse(ends, same, 1, kind)
-    else:
-        a, b = _ends(x, inside, kind, even)
-        a, b = _collapse(a, b, 1, kind)
-    s, z = params_of(a, b, kind, quant_min, quant_max, double)
+    s, z, most, plainly = row_params(x, inside, kind, even, block_rows, quant_min, quant_max, double)
     # Codes know no NaN, which must be seen.
     _store(s_ptr + group, tl.where(most == most, s, float("nan")) if codes else s, known, even)
     if z_ptr is None:
         z = tl.zeros_like(s)
     else:
         _store(z_ptr + group, z, known, even)
-    inverse = inverse_of(s, fused)
-    if not clips and plainly:
-        v = ratio_of(x, s, inverse, fused)
-    else:
-        v = quotient_of(x, s, inverse, quant_min - z, quant_max - z, fused)
-        if codes:
-            v = tl.where(x == x, v, 0.0)
-    if not codes:
-        y = rounded(v, double) * s
-    elif clips or double:
-        y = (rounded(v, double) + z).to(tl.int32)
-    else:
-        y = code_of(v)
-    _store(y_ptr, y, inside, even)
+    _store(y_ptr, by_own_params(x, s, z, plainly, codes, clips, quant_min, quant_max, double, fused), inside, even)
+
+
+@triton.jit
+def _code_weights(
+    table_ptr, q_ptr, s_ptr, x_ptr, rows,
+    block: tl.constexpr, aligned: tl.constexpr, quant_min, quant_max, fused: tl.constexpr,
+):  # fmt: skip
+    """What _quantize_rows does, of many tensors: the table has each row's way from x_ptr, its place in q, its length"""
+    row = tl.program_id(0)
+    table_ptr += row
+    way, place, length = tl.load(table_ptr), tl.load(table_ptr + rows), tl.load(table_ptr + 2 * rows)
+    across = tl.arange(0, block)[None, :]
+    inside = across < tl.multiple_of(length, aligned)
+    x = widened(tl.load(x_ptr + tl.multiple_of(way, aligned) + across, mask=inside, other=0.0), tl.float32)
+    s, _, most, plainly = row_params(x, inside, "symmetric", False, 1, quant_min, quant_max, False)
+    first = row + tl.zeros((1, 1), tl.int32)
+    tl.store(s_ptr + first, tl.where(most == most, s, float("nan")))
+    y = by_own_params(x, s, tl.zeros_like(s), plainly, True, False, quant_min, quant_max, False, fused)
+    tl.store(q_ptr + tl.multiple_of(place, aligned) + across, y, mask=inside)
 
 
 @triton.jit
@@ -473,3 +443,16 @@ def code_rows(
     )
     launch(q, bits, marked, x, scale.contiguous(), None if zero_point is None else zero_point.contiguous())
     return q, bits, marked
+
+
+def code_weights(weights: Sequence[Tensor], grid: Grid) -> list[tuple[Tensor, Tensor]]:
+    """The codes of weights, contiguous and of one dtype, and a scale for each row: one launch for all of them"""
+    device, dtype = weights[0].device, weights[0].dtype
+    places = tuple((weight.data_ptr(), *weight.shape) for weight in weights)
+    table, launch = triton_launch.weights_launch(_code_weights, places, dtype, grid, device)
+    q = torch.empty(sum(weight.numel() for weight in weights), dtype=torch.int8, device=device)
+    scales = torch.empty(table.shape[1], dtype=torch.float32, device=device)
+    launch(table, q, scales, weights[0])
+    codes = q.split([weight.numel() for weight in weights])
+    parts = zip(codes, scales.split([len(weight) for weight in weights]), weights, strict=True)
+    return [(code.view(weight.shape), scale) for code, scale, weight in parts]

@@ -201,3 +201,72 @@ def params_of(a, b, kind: tl.constexpr, quant_min, quant_max, double: tl.constex
             clamped(quant_min - divided(lo, a), tl.zeros_like(a) + quant_min, tl.zeros_like(a) + quant_max), double
         )
     return a, b
+
+
+@triton.jit
+def ends_of(x, inside, kind: tl.constexpr, even: tl.constexpr):
+    """What the statistic of ``kind`` takes from each x: abs(x) twice, or x for the least and x for the greatest"""
+    finite = tl.abs(x) < float("inf")
+    if not even:
+        finite = finite & inside
+    if kind == "abs_max" or kind == "symmetric":
+        a = tl.where(finite, tl.abs(x), 0.0)
+        b = a
+    else:
+        a, b = tl.where(finite, x, float("inf")), tl.where(finite, x, float("-inf"))
+    return a, b
+
+
+@triton.jit
+def collapsed(a, b, axis: tl.constexpr, kind: tl.constexpr):
+    """The reduction of ``kind``, along an axis"""
+    if kind == "sum":
+        a, b = tl.sum(a, axis, keep_dims=True), tl.sum(b, axis, keep_dims=True)
+    elif kind == "abs_max" or kind == "symmetric":
+        a = tl.max(a, axis, keep_dims=True)
+    else:
+        a, b = tl.min(a, axis, keep_dims=True), tl.max(b, axis, keep_dims=True)
+    return a, b
+
+
+@triton.jit
+def row_params(
+    x, inside, kind: tl.constexpr, even: tl.constexpr, block_rows: tl.constexpr,
+    quant_min, quant_max, double: tl.constexpr,
+):  # fmt: skip
+    """s, z from the range of each row; the greatest abs(x), NaN where there is one; whether all x are finite"""
+    # Most tiles hold finite numbers alone, which one maximum tells: then no other look at them is needed.
+    most = tl.reduce(tl.abs(x), 1, greater, keep_dims=True)
+    plainly = tl.sum((most < float("inf")).to(tl.int32)) == block_rows
+    if kind == "symmetric":
+        a, b = most, most
+        if not plainly:
+            ends, same = ends_of(x, inside, kind, even)
+            a, same = collapsed(ends, same, 1, kind)
+    else:
+        a, b = ends_of(x, inside, kind, even)
+        a, b = collapsed(a, b, 1, kind)
+    s, z = params_of(a, b, kind, quant_min, quant_max, double)
+    return s, z, most, plainly
+
+
+@triton.jit
+def by_own_params(
+    x, s, z, plainly, codes: tl.constexpr, clips: tl.constexpr,
+    quant_min, quant_max, double: tl.constexpr, fused: tl.constexpr,
+):  # fmt: skip
+    """y = fake_quantize(x, s, z), or the codes, with the parameters of x's own range"""
+    inverse = inverse_of(s, fused)
+    if not clips and plainly:
+        v = ratio_of(x, s, inverse, fused)
+    else:
+        v = quotient_of(x, s, inverse, quant_min - z, quant_max - z, fused)
+        if codes:
+            v = tl.where(x == x, v, 0.0)
+    if not codes:
+        y = rounded(v, double) * s
+    elif clips or double:
+        y = (rounded(v, double) + z).to(tl.int32)
+    else:
+        y = code_of(v)
+    return y

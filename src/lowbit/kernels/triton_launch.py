@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -306,6 +306,24 @@ def row_launch(
     ends = float(grid.quant_min), float(grid.quant_max)
     numbers = octets, single, block, -(-octets // block)
     return Launch(function, rows, (*numbers, rule, *ends, double, fused), max(1, min(8, block // 64)), device)
+
+
+@lru_cache(maxsize=16)
+def weights_launch(
+    function: Any, places: tuple[tuple[int, int, int], ...], dtype: torch.dtype, grid: Grid, device: torch.device
+) -> tuple[Tensor, Launch]:
+    """A kernel over the rows of matrices at ``places``, (address, rows, columns); and its table of rows"""
+    parts, start = [], 0
+    for address, rows, columns in places:
+        row = torch.arange(rows)
+        way = (address - places[0][0]) // dtype.itemsize  # from the first: its alignment is known to the compiler
+        parts.append(torch.stack([way + row * columns, start + row * columns, columns + 0 * row]))
+        start += rows * columns
+    table = torch.cat(parts, 1)
+    block = triton.next_power_of_2(max(columns for _, _, columns in places))
+    aligned = math.gcd(16, *table.flatten().tolist())
+    numbers = table.shape[1], block, aligned, float(grid.quant_min), float(grid.quant_max), not knobs.runtime.interpret
+    return table.to(device), Launch(function, table.shape[1], numbers, max(1, min(8, block // 256)), device)
 
 
 def _measure(signature: Signature, kernels: Kernels, kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:

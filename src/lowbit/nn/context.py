@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.fake_quantize import is_recomputing
-from lowbit.functional.linear import Coded
+from lowbit.functional.linear import Coded, code_parameters
+from lowbit.granularity import PerChannel
+from lowbit.kernels import plan
+from lowbit.kernels.plan import is_plain
 
 
 class Context:
@@ -20,6 +23,7 @@ class Context:
         self.edges: list[Edge] = []
         self.has_ops = False
         self.held: HeldWeights | None = None
+        self.expected: tuple[Any, ...] = ()  # of the next HeldWeights
 
     def close(self) -> None:
         """The outermost call has ended: no edge holds a tensor any longer."""
@@ -28,18 +32,29 @@ class Context:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy holds no weights."""
-        return self.__dict__ | {"held": None}
+        return self.__dict__ | {"held": None, "expected": ()}
 
 
 class HeldWeights:
-    """Weights as their quantizers first gave them, which no weight's change may make wrong."""
+    """Weights as their quantizers first gave them, which no weight's change may make wrong.
 
-    def __init__(self) -> None:
+    ``expected`` are those whose codes were asked for the last time: on a GPU the first who asks has all of them made,
+    in one launch for each dtype and grid.
+    """
+
+    def __init__(self, expected: Iterable[tuple[Any, nn.Parameter]] = ()) -> None:
         self.results: dict[tuple[Any, ...], tuple[int, Any]] = {}
+        self.expected = tuple(expected)
+        self.asked: dict[tuple[Any, nn.Parameter], None] = {}
+        self.captured = _is_capturing()
 
     def take(self, quantizer: nn.Module, weight: nn.Parameter, what: str, run: Callable[[], Any]) -> Any:
         """run(), the weight's values or its codes by this quantizer, computed once"""
         key = quantizer, weight, what, torch.is_grad_enabled() and weight.requires_grad
+        if what == "codes":
+            self.asked[quantizer, weight] = None
+            if key not in self.results and plan.runs("triton", weight):
+                self._code_expected(quantizer, weight)
         if key not in self.results:
             self.results[key] = version_of(weight), run()
         version, result = self.results[key]
@@ -48,6 +63,34 @@ class HeldWeights:
                 "a weight changed inside lowbit.weights_once, which quantizes it once; step the optimizer after it"
             )
         return result
+
+    def serves(self, weight: nn.Parameter) -> bool:
+        """Whether what is held lives as long as what takes it: a CUDA graph lives longer than what began before it."""
+        return not weight.is_cuda or _is_capturing() == self.captured
+
+    def _code_expected(self, quantizer: Any, weight: nn.Parameter) -> None:
+        """The codes of all expected weights that are like this one, in one launch."""
+        kind = _kind(quantizer, weight)
+        alike = [pair for pair in self.expected if _kind(*pair) == kind]
+        if kind is None or len(alike) < 2:
+            return
+        results = code_parameters([weight for _, weight in alike], grid=quantizer.grid)
+        for (found, other), coded in zip(alike, results, strict=True):
+            self.results[found, other, "codes", kind[-1]] = version_of(other), coded
+
+
+def _kind(quantizer: Any, weight: nn.Parameter) -> tuple[Any, ...] | None:
+    """What weights have in common that one launch codes; None where none does"""
+    plain = is_plain(weight) and weight.dim() == 2 and weight.numel() > 0 and weight.is_contiguous()
+    if not plain or not quantizer.is_repeatable or quantizer.codes_refusal() or not quantizer.symmetric:
+        return None
+    if quantizer.per != PerChannel(0) or not quantizer.grid.fits_int8 or weight.dtype == torch.float64:
+        return None
+    return weight.dtype, weight.device, quantizer.grid, torch.is_grad_enabled() and weight.requires_grad
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Edge:

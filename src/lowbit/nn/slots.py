@@ -133,7 +133,7 @@ class Slotted(nn.Module):
         held = self._context.held
         if held is None or torch.compiler.is_compiling() or slot in self._edges or not isinstance(weight, nn.Parameter):
             return run()
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph lives longer than what is held
+        if not held.serves(weight):
             return run()
         quantizer = self.quantizer(slot)
         return held.take(quantizer, weight, what, run) if getattr(quantizer, "is_repeatable", False) else run()
