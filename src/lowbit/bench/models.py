@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -21,7 +22,7 @@ from lowbit.bench.networks import DTYPES, Network
 from lowbit.bench.peers import import_peer
 from lowbit.bench.report import environment, format_seconds
 from lowbit.bench.runner import Clock, alternate, cpu_clock, cuda_clock, cuda_peak_bytes
-from lowbit.model import prepare
+from lowbit.model import prepare, weights_once
 from lowbit.nn.ops import QuantOp
 from lowbit.preparation import quantizers
 from lowbit.recipe import Recipe, Rule
@@ -58,6 +59,7 @@ class Trainee:
     is_ours: bool = False
     compiled: bool = False
     captured: bool = False  # as a CUDA graph
+    once: bool = False  # in weights_once: on a GPU, the codes of all weights in one launch
 
 
 @dataclass
@@ -84,9 +86,16 @@ class Training:
     """A model, its batch and its optimizer: ``step()`` is one training step, and leaves no gradient behind."""
 
     def __init__(
-        self, model: nn.Module, batch: tuple[Tensor, Tensor], *, compiled: bool = False, regions: str = ""
+        self,
+        model: nn.Module,
+        batch: tuple[Tensor, Tensor],
+        *,
+        compiled: bool = False,
+        regions: str = "",
+        once: bool = False,
     ) -> None:
         self.model, self.inputs, self.targets = model, *batch
+        self.weights = weights_once if once else nullcontext
         whole = compiled and not regions
         self.forward = torch.compile(model, fullgraph=True, dynamic=False) if whole else model
         for region in getattr(model, regions) if compiled and regions else ():
@@ -100,7 +109,8 @@ class Training:
 
     def step(self) -> None:
         """forward, loss, backward, SGD"""
-        self.forward_loss()[1].backward()
+        with self.weights(self.model):
+            self.forward_loss()[1].backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -187,7 +197,7 @@ def _check(
     with torch.no_grad():
         model(batch[0])
     twin = Training(copy.deepcopy(model), batch) if trainee.compiled else None
-    training = Training(model, batch, compiled=trainee.compiled, regions=network.regions)
+    training = Training(model, batch, compiled=trainee.compiled, regions=network.regions, once=trainee.once)
     logits, loss = training.forward_loss()
     problems = []
     if trainee.name != FLOAT:
@@ -395,9 +405,13 @@ TRAINEES = (
     Trainee("lowbit w8a8_dynamic compiled", _lowbit(recipes.w8a8_dynamic), is_ours=True, compiled=True),
     Trainee("lowbit linear only", _lowbit(_linear_only), is_ours=True),
     Trainee("lowbit linear only compiled", _lowbit(_linear_only), is_ours=True, compiled=True),
+    Trainee("lowbit linear only, weights once", _lowbit(_linear_only), is_ours=True, once=True),
     Trainee("float captured", _float, least_snr=_SAME, captured=True),
     Trainee("lowbit w8a8_dynamic captured", _lowbit(recipes.w8a8_dynamic), is_ours=True, captured=True),
     Trainee("lowbit linear only captured", _lowbit(_linear_only), is_ours=True, captured=True),
+    Trainee(
+        "lowbit linear only, weights once, captured", _lowbit(_linear_only), is_ours=True, captured=True, once=True
+    ),
     Trainee("torchao", _torchao),
     Trainee("brevitas", _brevitas),
 )
