@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.kernels import native, plan
+from lowbit.kernels import native_products, plan
 from lowbit.kernels.precision import math_dtype
 from lowbit.packing import unpack
 from lowbit.tracing import at_trace_time
@@ -106,7 +106,7 @@ def scaled_product(
             return triton_products.scaled_product(q_x, q_w, *scales, zero_point, columns, bias, dtype)
     sums, bias = int_mm(q_x, q_w.t()), None if bias is None else bias.to(wide)
     if plan.runs("native", sums):
-        return native.scale_sums(sums, *scales, zero_point, columns, bias, dtype)
+        return native_products.scale_sums(sums, *scales, zero_point, columns, bias, dtype)
     if zero_point is not None and columns is not None:
         sums = sums - (zero_point.view(-1, 1) if zero_point.dim() else zero_point).to(torch.int32) * columns
     x_scale, w_scale = scales
@@ -127,7 +127,7 @@ def select(grad_output: Tensor, bits: Tensor) -> Tensor:
     """grad_output where its bit is set, else 0"""
     if not (torch.is_grad_enabled() or plan.is_traced(grad_output)):
         if plan.runs("native", grad_output):
-            return native.select(grad_output, bits)
+            return native_products.select(grad_output, bits)
         if plan.runs("triton", grad_output):
             from lowbit.kernels import triton
 
