@@ -28,7 +28,8 @@ class CodeLayer(QuantLayer):
     """
 
     sums: ClassVar[str] = "rows"  # in words, what has one sum for each output
-    pers: ClassVar[dict[str, tuple[Granularity, ...]]]
+    input_pers: ClassVar[tuple[Granularity, ...]]
+    weight_pers: ClassVar[tuple[Granularity, ...]]
 
     @property
     def terms(self) -> int:
@@ -71,7 +72,7 @@ class CodeLayer(QuantLayer):
             return "its bias is one of integers"
         if self.terms > LONGEST_ROW:
             return f"its rows are longer than {LONGEST_ROW}, and a sum might not fit 32 bits"
-        for slot, pers in self.pers.items():
+        for slot, pers in (("input_quantizer", self.input_pers), ("weight_quantizer", self.weight_pers)):
             quantizer, name = self.quantizer(slot), slot.removesuffix("_quantizer")
             if not isinstance(quantizer, FakeQuantize):
                 return f"the {name} has no quantizer with a scale"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,7 @@ class ConvolutionLayer(CodeLayer):
     """y = convolution(q_in(x), q_w(w)) + b"""
 
     sums = "output positions"
-    pers = {
-        "input_quantizer": (PerTensor(), PerChannel(0)),
-        "weight_quantizer": (PerTensor(), PerChannel(0)),
-    }
+    input_pers = weight_pers = PerTensor(), PerChannel(0)
 
     @property
     def terms(self) -> int:
@@ -47,14 +45,14 @@ class ConvolutionLayer(CodeLayer):
         return int(x.shape[0]) * math.prod(self.steps.positions(x.shape[2:], self.kernel_size))
 
     def own_refusal(self, device: torch.device) -> str:
-        cls = type(self).float_class
-        if cls.forward not in _FORWARDS or cls._conv_forward not in _FORWARDS:  # noqa: SLF001
+        cls: Any = type(self).float_class
+        if cls.forward not in _FORWARDS or cls._conv_forward not in _FORWARDS:
             return "the layer has a forward of its own"
         if self.groups > 1:
             return f"it has {self.groups} groups"
         if self.padding_mode != "zeros":
             return f"its padding is {self.padding_mode}"
-        pads = self._reversed_padding_repeated_twice  # noqa: SLF001 (torch has no public name)
+        pads = self._reversed_padding_repeated_twice
         if pads[::2] != pads[1::2]:
             return "its padding is not the same on both sides"
         uses = self.out_channels * self.terms // (self.in_channels * math.prod(self.stride) + self.out_channels)
@@ -68,7 +66,7 @@ class ConvolutionLayer(CodeLayer):
     @property
     def steps(self) -> Steps:
         """Stride, padding and dilation, in numbers."""
-        padding = self._reversed_padding_repeated_twice[::-2]  # noqa: SLF001
+        padding = self._reversed_padding_repeated_twice[::-2]
         return Steps(tuple(self.stride), tuple(padding), tuple(self.dilation))
 
     def multiply(self, x: Coded, w: Coded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

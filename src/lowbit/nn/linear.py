@@ -17,10 +17,8 @@ _LEAST = {"cpu": 2**24, "cuda": 2**32}
 class LinearLayer(CodeLayer):
     """y = q_in(x) @ q_w(w)^T + b"""
 
-    pers = {
-        "input_quantizer": (PerTensor(), PerToken()),
-        "weight_quantizer": (PerTensor(), PerToken(), PerChannel(0)),
-    }
+    input_pers = PerTensor(), PerToken()
+    weight_pers = PerTensor(), PerToken(), PerChannel(0)
 
     @property
     def terms(self) -> int:
