@@ -19,7 +19,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_carrier: Tensor, w_carrier: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         ctx.dtype, ctx.steps, q_x, x_scale, zero_point, x_per, q_w, w_scale, w_per = rest
-        ctx.pers, ctx.bias_dtype = (x_per, w_per), None if bias is None else bias.dtype
+        ctx.pers, ctx.sizes = (x_per, w_per), None if bias is None else list(bias.shape)
         ctx.carriers = x_carrier, w_carrier  # not saved: a hook that copies what is saved would give them memory
         ctx.save_for_backward(q_x, x_scale, zero_point, q_w, w_scale)
         return scaled_convolution(q_x, q_w, x_scale, w_scale, zero_point, bias, steps=ctx.steps, dtype=ctx.dtype)
@@ -27,17 +27,11 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         q_x, x_scale, zero_point, q_w, w_scale = ctx.saved_tensors
-        x = Coded(ctx.carriers[0], q_x, x_scale, zero_point, ctx.pers[0])
-        w = Coded(ctx.carriers[1], q_w, w_scale, None, ctx.pers[1])
-        sizes = None if ctx.bias_dtype is None else [q_w.shape[0]]
-        still = [0] * len(ctx.steps.stride)
-        wanted, values = list(ctx.needs_input_grad[:3]), (x.values(ctx.dtype), w.values(ctx.dtype))
-        dx, dw, db = torch.ops.aten.convolution_backward(
-            grad_output, *values, sizes, *ctx.steps, False, still, 1, wanted
-        )
-        dtypes = x.carrier.dtype, w.carrier.dtype, ctx.bias_dtype
-        grads = zip((dx, dw, db), dtypes, wanted, strict=True)
-        return *[grad.to(dtype) if want else None for grad, dtype, want in grads], *[None] * 9
+        x = Coded(ctx.carriers[0], q_x, x_scale, zero_point, ctx.pers[0]).values(ctx.dtype)
+        w = Coded(ctx.carriers[1], q_w, w_scale, None, ctx.pers[1]).values(ctx.dtype)
+        still, wanted = [0] * len(ctx.steps.stride), ctx.needs_input_grad[:3]
+        grads = torch.ops.aten.convolution_backward(grad_output, x, w, ctx.sizes, *ctx.steps, False, still, 1, wanted)
+        return *grads, *[None] * 9
 
 
 def integer_convolution(
