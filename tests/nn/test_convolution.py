@@ -215,7 +215,7 @@ def test_a_linear_layer_with_a_batch_norm(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_single_image_and_an_empty_batch(products: list[Any]) -> None:
     layer = prepared(nn.Conv2d(8, 6, 3))
-    layer(images()[0])
+    layer(images(size=8)[0])
     assert not products
     layer(images()[:0]).sum().backward()
     assert products == [(0, 6, 7, 7)]
