@@ -14,7 +14,7 @@ from lowbit import Grid, PerChannel, PerTensor, SteKind
 from lowbit.functional import fake_quantize, fake_quantize_backward
 from lowbit.functional.convolution import integer_convolution
 from lowbit.functional.linear import Coded, code, code_per_batch
-from lowbit.kernels import plan
+from lowbit.kernels import convolution, plan
 from lowbit.kernels.convolution import Steps
 from lowbit.kernels.native_products import put_channels_first, put_channels_last
 
@@ -245,6 +245,14 @@ def test_an_empty_batch() -> None:
     assert not w.grad.any()
 
 
+@pytest.mark.parametrize("size", [1, 2 * 4 * 16 * 5 * 5])
+def test_some_images_at_a_time(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, steps = data((5, 8, 5, 5)), data((16, 8, 3, 3), seed=1), Steps((1, 1), (1, 1), (1, 1))
+    coded = QUANTIZERS["affine"](x), WEIGHTS["channels"](w)
+    monkeypatch.setattr(convolution, "_PART", size)
+    assert_same_bits(integer_convolution(*coded, steps=steps), write_out(*coded, None, steps))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_native_kernels(shape: str) -> None:
     x_shape, w_shape, steps = SHAPES[shape]
@@ -259,5 +267,6 @@ def test_channels_put_last_and_first(shape: tuple[int, ...]) -> None:
     q = torch.randint(-128, 128, shape).to(torch.int8)
     assert torch.equal(put_channels_last(q).int() - 128, q.movedim(1, -1).int())
     for dtype in (torch.float32, torch.bfloat16):
-        y = torch.randn(shape).to(dtype).movedim(1, -1).contiguous()
-        assert_same_bits(put_channels_first(y), y.movedim(-1, 1).contiguous())
+        x, y = torch.randn(shape).to(dtype), torch.empty(shape, dtype=dtype)
+        put_channels_first(x.movedim(1, -1).contiguous(), y)
+        assert_same_bits(y, x)

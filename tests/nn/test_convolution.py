@@ -228,7 +228,7 @@ def test_eval_mode_and_small_layers_multiply_values(products: list[Any], monkeyp
     layer.eval()
     layer(x)
     layer.train()
-    for name, value in (("_LEAST", {"cpu": 2**27}), ("_LEAST_POSITIONS", 500), ("_LEAST_USES", 100)):
+    for name, value in (("_LEAST", {"cpu": 2**27}), ("_LEAST_POSITIONS", 500), ("_LEAST_USES", 128)):
         with monkeypatch.context() as patch:
             patch.setattr(convolution, name, value)
             lowbit.freeze(layer)

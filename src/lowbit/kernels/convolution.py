@@ -13,6 +13,9 @@ from torch.nn import functional
 from lowbit.kernels import native_products, plan
 from lowbit.kernels.precision import math_dtype
 
+# Bytes of values that lie otherwise than wanted, at a time.
+_PART = 2**22
+
 
 class Steps(NamedTuple):
     """How a window moves over images: stride, padding on both sides, and dilation, along each axis"""
@@ -86,20 +89,25 @@ def _convolve(
 ) -> Tensor:
     """y[n, o] = float(sum (q_x[n] - z) * q_w[o]) * s[o] + b[o], in float32 or bfloat16
 
-    oneDNN takes codes without a sign, and both ways channels that lie last.
+    oneDNN takes codes without a sign, and both ways channels that lie last: where they do not, some images at a time,
+    which the cache holds between the two.
     """
-    lies_last = [not q.is_contiguous() and q.movedim(1, -1).is_contiguous() for q in (q_x, q_w)]
-    is_native = plan.runs("native", q_x)
-    if is_native and not lies_last[0]:
-        unsigned = native_products.put_channels_last(q_x)
-    else:
-        unsigned = q_x.movedim(1, -1).contiguous().view(torch.uint8) ^ 128
-    scale, nothing = scale.contiguous(), torch.zeros(scale.shape, dtype=torch.int32)
     onednn, rest = torch.ops.onednn, (list(steps.stride), list(steps.padding), list(steps.dilation), 1)
     packed = onednn.qconv_prepack(q_w.contiguous(), torch.ones(1), 1.0, zero_point + 128, *rest, list(q_x.shape))
-    run = getattr(onednn, f"qconv{q_x.dim() - 2}d_pointwise")
-    own = unsigned.movedim(-1, 1), 1.0, zero_point + 128, packed, scale, nothing, bias
-    y: Tensor = run(*own, *rest, 1.0, 0, dtype, "none", [], "")
-    if any(lies_last):
+    convolve = getattr(onednn, f"qconv{q_x.dim() - 2}d_pointwise")
+    scale, nothing = scale.contiguous(), torch.zeros(scale.shape, dtype=torch.int32)
+
+    def run(unsigned: Tensor) -> Tensor:
+        own = unsigned.movedim(-1, 1), 1.0, zero_point + 128, packed, scale, nothing, bias
+        y: Tensor = convolve(*own, *rest, 1.0, 0, dtype, "none", [], "")
         return y
-    return native_products.put_channels_first(y.movedim(1, -1)) if is_native else y.contiguous()
+
+    lies_last = [not q.is_contiguous() and q.movedim(1, -1).is_contiguous() for q in (q_x, q_w)]
+    if any(lies_last) or not plan.runs("native", q_x):
+        y = run(q_x.movedim(1, -1).contiguous().view(torch.uint8) ^ 128)
+        return y if any(lies_last) else y.contiguous()
+    y = torch.empty((len(q_x), len(q_w), *steps.positions(q_x.shape[2:], q_w.shape[2:])), dtype=dtype)
+    count = max(_PART // max(y[0].nbytes, 1), 1)
+    for part, codes in zip(y.split(count), q_x.split(count), strict=True):
+        native_products.put_channels_first(run(native_products.put_channels_last(codes)).movedim(1, -1), part)
+    return y

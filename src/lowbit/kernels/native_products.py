@@ -45,11 +45,9 @@ def put_channels_last(q: Tensor) -> Tensor:
     return y
 
 
-def put_channels_first(x: Tensor) -> Tensor:
-    """x of 2 or 4 bytes each with its last axis in place 1: (n, ..., c) -> (n, c, ...)"""
-    y = torch.empty((x.shape[0], x.shape[-1], *x.shape[1:-1]), dtype=x.dtype)
+def put_channels_first(x: Tensor, y: Tensor) -> None:
+    """y = x, of 2 or 4 bytes each, with its last axis in place 1: (n, ..., c) -> (n, c, ...); both contiguous"""
     _transpose(x.contiguous(), y, x[0].numel() // x.shape[-1])
-    return y
 
 
 def _transpose(x: Tensor, y: Tensor, rows: int) -> None:

@@ -20,7 +20,7 @@ _LEAST = {"cpu": 2**27}
 # The same for so few positions, since oneDNN packs the weight first,
 _LEAST_POSITIONS = 512
 # and for so few multiplications of each element that comes in or goes out, since these pass through memory.
-_LEAST_USES = 100
+_LEAST_USES = 128
 _FORWARDS = {getattr(cls, name) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d) for name in ("forward", "_conv_forward")}
 
 
