@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lowbit.blueprint import conversion_of
 from lowbit.fake_quantize import FakeQuantize
 from lowbit.model import require_preparation
+from lowbit.nn.code_layer import CodeLayer
 from lowbit.nn.coded import CodedActivation, CodedWeight
-from lowbit.nn.linear import LinearLayer
 from lowbit.nn.slots import Slotted, rows
 from lowbit.preparation import UNSEEN, slotted_modules
 
@@ -119,9 +119,10 @@ def summary(model: nn.Module) -> Summary:
                 lines.append(_line(path, holder, slot, role, quantizer, seen, counted))
                 if role == "weight" and path in products:
                     lines[-1] = replace(lines[-1], note=f"product: {products[path]}")
-                elif role == "weight" and isinstance(holder, LinearLayer) and holder.is_on("input_quantizer"):
+                elif role == "weight" and isinstance(holder, CodeLayer) and holder.is_on("input_quantizer"):
                     reason = holder.product_refusal()
-                    how = f"float: {reason}" if reason else f"integer from {holder.least_rows:,} rows on"
+                    least = holder.least_sums(holder.slot_weight(slot)[0].device.type)
+                    how = f"float: {reason}" if reason else f"integer from {least:,} {holder.sums} on"
                     lines[-1] = replace(lines[-1], note=f"product in training: {how}")
     reasons = dict(floats)
     for path, module in model.named_modules():

@@ -186,6 +186,19 @@ def test_a_bias_that_lies_otherwise_in_memory(bias: Tensor, device: torch.device
     assert_same_bits(integer_linear(*coded, bias).cpu(), write_out(*coded, bias))
 
 
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_rows_that_lie_apart(name: str, device: torch.device) -> None:
+    """Memory that is taken as it is for images is no other for a linear layer."""
+    x, w = data((2, 3, 5, 16)).detach().to(device), WEIGHTS["channels"](data((4, 16), seed=1).to(device))
+    found = []
+    for memory in (torch.contiguous_format, torch.channels_last):
+        leaf = x.contiguous(memory_format=memory).requires_grad_()
+        y = integer_linear(QUANTIZERS[name](leaf), w)
+        found.append((y.detach(), torch.autograd.grad(y.square().sum(), leaf)[0].contiguous()))
+    for got, wanted in zip(*found, strict=True):
+        assert_same_bits(got.cpu(), wanted.cpu())
+
+
 def test_refusals() -> None:
     x = torch.randn(4, 8)
     records = {"grid": Grid(8), "per": PerTensor(), "ste": SteKind.IDENTITY}

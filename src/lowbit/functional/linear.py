@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lowbit.functional.apply import apply
 from lowbit.functional.check import check_params
 from lowbit.functional.statistics import params_from_data
-from lowbit.granularity import Granularity, PerChannel, PerToken
+from lowbit.granularity import Granularity, PerChannel, PerTensor, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import plan
 from lowbit.kernels.products import code_rows, code_weights, scaled_product, select
@@ -22,7 +22,7 @@ LONGEST_ROW = 2**16
 
 
 class Coded(NamedTuple):
-    """A quantized tensor as int8 codes: its values are (q - z) * s
+    """A quantized tensor as int8 codes: its values are (q - z) * s, with one z for all, or one for each s
 
     ``carrier`` has the tensor's shape and dtype, and no value is ever read from it: it is where a gradient of the
     values goes, which then follows the quantizer's rule. It has no memory, or is a parameter, which lives anyway.
@@ -34,9 +34,20 @@ class Coded(NamedTuple):
     zero_point: Tensor | None
     per: Granularity
 
+    def divide(self, factor: Tensor) -> Coded:
+        """The codes of the values divided by a factor for each index of the first axis, which takes no gradient"""
+        shape = [-1, *[1] * (self.q.dim() - 1)]
+        scale = self.scale.expand(self.q.shape[0]) / factor.detach()
+        return Coded(apply(_Divide, self.carrier, factor.detach().view(shape)), self.q, scale, None, PerChannel(0))
+
+    def move(self, source: int, target: int) -> Coded:
+        """The same with one axis, along which scales do not change, in another place"""
+        return self._replace(carrier=self.carrier.movedim(source, target), q=self.q.movedim(source, target))
+
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
         """y = (q - z) * s, in the tensor's dtype or in another"""
-        codes, dtype = (self.q, self.scale, self.zero_point), dtype or self.carrier.dtype
+        zero_point = None if self.zero_point is None else self.zero_point.expand(self.scale.shape)
+        codes, dtype = (self.q, self.scale, zero_point), dtype or self.carrier.dtype
         y: Tensor
         if torch.is_grad_enabled():
             y = apply(_Decode, self.carrier, *codes, self.per, dtype)
@@ -103,6 +114,19 @@ class _Decode(torch.autograd.Function):
         return grad_output.to(ctx.dtype), None, None, None, None, None
 
 
+class _Divide(torch.autograd.Function):
+    """The carrier's gradient = g / f"""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return _carrier(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output / ctx.saved_tensors[0].to(grad_output.dtype), None
+
+
 class _Linear(torch.autograd.Function):
     """y = x @ w^T + b;  dx = g @ w, dw = g^T @ x, db = sum g, of the values of x and w"""
 
@@ -113,7 +137,7 @@ class _Linear(torch.autograd.Function):
         ctx.carriers = x_carrier, w_carrier  # not saved: a hook that copies what is saved would give them memory
         ctx.save_for_backward(q_x, x_scale, zero_point, q_w, w_scale)
         zero_point = None if zero_point is None else _by_row(zero_point)
-        rows, scales = q_x.view(-1, q_x.shape[-1]), (_by_row(x_scale), _by_row(w_scale))
+        rows, scales = q_x.reshape(-1, q_x.shape[-1]), (_by_row(x_scale), _by_row(w_scale))
         product = torch.ops.lowbit.scaled_product if torch.compiler.is_compiling() else scaled_product
         y = product(rows, q_w, *scales, zero_point, bias, dtype=ctx.dtype)
         return y.view(*q_x.shape[:-1], q_w.shape[0])
@@ -130,7 +154,7 @@ class _Linear(torch.autograd.Function):
         if wants_x:
             dx = (g @ w.values(ctx.dtype)).view(x.q.shape).to(x_carrier.dtype)
         if wants_w:
-            dw = (g.t() @ x.values(ctx.dtype).view(-1, x.q.shape[-1])).to(w_carrier.dtype)
+            dw = (g.t() @ x.values(ctx.dtype).reshape(-1, x.q.shape[-1])).to(w_carrier.dtype)
         if wants_bias:
             db = g.sum(0).to(ctx.bias_dtype)
         return dx, dw, db, *[None] * 8
@@ -141,6 +165,13 @@ def _by_row(values: Tensor) -> Tensor:
     return values.reshape(-1) if values.dim() else values
 
 
+def _has_channels_last(x: Tensor, per: Granularity) -> bool:
+    """Whether x are images whose channels lie last in memory, with scales that do not ask where they lie."""
+    if x.dim() < 4 or x.is_contiguous() or per not in (PerTensor(), PerChannel(0)):
+        return False
+    return x.movedim(1, -1).is_contiguous()
+
+
 def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per: Granularity, ste: SteKind) -> Coded:
     """The codes of x, in int8: those of an unsigned grid of 8 bits, and their zero point, are 128 less
 
@@ -148,15 +179,18 @@ def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per
     is NaN, and one scale for all of x then becomes one for each row.
     """
     scale, zero_point = check_params(x, scale, zero_point, grid, per)
+    if _has_channels_last(x, per):
+        coded = code(x.movedim(1, -1), scale, zero_point, grid=grid, per=per, ste=ste)
+        if coded.per == per:
+            return coded.move(-1, 1)
     x = x.contiguous()
     if not grid.fits_int8:
         shift = torch.full((), 128, dtype=torch.int32, device=x.device)
-        zero_point = -shift.expand(scale.shape) if zero_point is None else zero_point - shift
-        grid = Grid(8)
-    carrier, q, marked = apply(_Code, x, scale, zero_point, grid, per, ste)
+        zero_point, grid = -shift if zero_point is None else zero_point - shift, Grid(8)
+    points = None if zero_point is None else zero_point.expand(scale.shape)
+    carrier, q, marked = apply(_Code, x, scale, points, grid, per, ste)
     if marked is not None:
-        scale, per = marked, PerToken()
-        zero_point = None if zero_point is None else zero_point.expand(x.shape[:-1]).contiguous()
+        scale, per = marked, PerToken() if per == PerTensor() else per
     return Coded(carrier, q, scale, zero_point, per)
 
 
@@ -169,6 +203,8 @@ def code_per_batch(x: Tensor, *, grid: Grid, per: Granularity, symmetric: bool) 
         with torch.no_grad():
             q, scale, zero_point = plan.run("quantize_per_batch", x, x, grid=grid, per=per, symmetric=symmetric)
         return Coded(x, q, scale, zero_point, per)
+    if _has_channels_last(x, per):
+        return code_per_batch(x.movedim(1, -1), grid=grid, per=per, symmetric=symmetric).move(-1, 1)
     carrier, q, scale, zero_point = apply(_CodePerBatch, x.contiguous(), grid, per, symmetric)
     return Coded(carrier, q, scale, zero_point, per)
 

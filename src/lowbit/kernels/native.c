@@ -324,6 +324,85 @@ PUBLIC void lowbit_scale_sums(const Sums *c) {
     for (int t = 0; t < threads; t++) scale_rows(c, c->rows * t / threads, c->rows * (t + 1) / threads);
 }
 
+/* ---- transposing, in blocks that are one vector wide ---- */
+
+#if defined(__clang__)
+#define SHUFFLE(T, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#elif defined(__GNUC__)
+#define SHUFFLE(T, a, b, ...) __builtin_shuffle(a, b, (T##x){__VA_ARGS__})
+#endif
+
+#ifdef SHUFFLE
+typedef uint8_t uint8_tx __attribute__((vector_size(16)));
+typedef uint16_t uint16_tx __attribute__((vector_size(16)));
+typedef uint32_t uint32_tx __attribute__((vector_size(16)));
+#define LOW_uint8_t 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH_uint8_t 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define LOW_uint16_t 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH_uint16_t 4, 12, 5, 13, 6, 14, 7, 15
+#define LOW_uint32_t 0, 4, 1, 5
+#define HIGH_uint32_t 2, 6, 3, 7
+
+/* Lane by lane, row i with row i + n / 2: log2(n) times this, and rows are columns. */
+#define BLOCK_OF(T)                                                                                 \
+    INLINE void transpose_block_##T(const T *x, int64_t columns, T *y, int64_t rows, T flip) {      \
+        enum { N = 16 / sizeof(T) };                                                                \
+        T##x a[N], b[N];                                                                            \
+        for (int i = 0; i < N; i++) memcpy(&a[i], x + i * columns, 16), a[i] ^= flip;               \
+        for (int s = 1; s < N; s *= 2) {                                                            \
+            for (int i = 0; i < N / 2; i++) {                                                       \
+                b[2 * i] = SHUFFLE(T, a[i], a[i + N / 2], LOW_##T);                                 \
+                b[2 * i + 1] = SHUFFLE(T, a[i], a[i + N / 2], HIGH_##T);                            \
+            }                                                                                       \
+            memcpy(a, b, sizeof a);                                                                 \
+        }                                                                                           \
+        for (int i = 0; i < N; i++) memcpy(y + i * rows, &a[i], 16);                                \
+    }
+#else
+#define BLOCK_OF(T)                                                                                 \
+    INLINE void transpose_block_##T(const T *x, int64_t columns, T *y, int64_t rows, T flip) {      \
+        for (int i = 0; i < (int)(16 / sizeof(T)); i++)                                             \
+            for (int j = 0; j < (int)(16 / sizeof(T)); j++) y[j * rows + i] = x[i * columns + j] ^ flip; \
+    }
+#endif
+
+/* A strip of 16 columns, which is a whole line of the cache or less of each row. */
+#define TRANSPOSE_OF(T)                                                                                    \
+    BLOCK_OF(T)                                                                                            \
+    static void transpose_##T(int64_t rows, int64_t columns, int64_t strip, const T *x, T *y, T flip) {    \
+        enum { N = 16 / sizeof(T) };                                                                       \
+        int64_t end = strip + 16 < columns ? strip + 16 : columns;                                         \
+        for (int64_t r = 0; r < rows; r += N)                                                              \
+            for (int64_t c = strip; c < end; c += N)                                                       \
+                if (r + N <= rows && c + N <= end)                                                         \
+                    transpose_block_##T(x + r * columns + c, columns, y + c * rows + r, rows, flip);       \
+                else                                                                                       \
+                    for (int64_t j = c; j < end && j < c + N; j++)                                         \
+                        for (int64_t i = r; i < rows && i < r + N; i++)                                    \
+                            y[j * rows + i] = x[i * columns + j] ^ flip;                                   \
+    }
+
+TRANSPOSE_OF(uint8_t)
+TRANSPOSE_OF(uint16_t)
+TRANSPOSE_OF(uint32_t)
+
+/* y[n][c][r] = x[n][r][c], elements of ``size`` bytes; of one byte, signed to unsigned: + 128 */
+PUBLIC void lowbit_transpose(int64_t batch, int64_t rows, int64_t columns, int size, const void *x, void *y,
+                             int threads) {
+    int64_t strips = (columns + 15) / 16, all = rows * columns;
+    threads = batch * all <= GRAIN ? 1 : threads;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t t = 0; t < batch * strips; t++) {
+        int64_t at = t / strips * all, strip = t % strips * 16;
+        if (size == 1)
+            transpose_uint8_t(rows, columns, strip, (const uint8_t *)x + at, (uint8_t *)y + at, 128);
+        else if (size == 2)
+            transpose_uint16_t(rows, columns, strip, (const uint16_t *)x + at, (uint16_t *)y + at, 0);
+        else
+            transpose_uint32_t(rows, columns, strip, (const uint32_t *)x + at, (uint32_t *)y + at, 0);
+    }
+}
+
 static void for_each_unit(const Call *c, void (*unit)(const Call *, int64_t)) {
     int64_t units = c->reduce.units;
     if (c->threads == 1 || units == 1) {

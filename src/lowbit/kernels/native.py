@@ -26,7 +26,7 @@ from lowbit.ste import SteKind
 ACCUMULATOR = torch.float64
 
 # The order of native.c's types of memory.
-_TYPES = (
+TYPES = (
     torch.float16,
     torch.bfloat16,
     torch.float32,
@@ -74,7 +74,9 @@ class _Call(ctypes.Structure):
     ]
 
 
-class _Sums(ctypes.Structure):
+class Sums(ctypes.Structure):
+    """The C file's own, of the same name."""
+
     _fields_ = [
         *((name, c_int64) for name in ("rows", "columns")),
         *((name, c_int32) for name in ("scale_by_row", "zero_by_row", "scale_by_column", "y_type", "wide", "threads")),
@@ -93,7 +95,8 @@ class Library:
             ("lowbit_per_batch", None, [ctypes.POINTER(_Call), *[c_void_p] * 4, c_int]),
             ("lowbit_gradient_bits", None, [ctypes.POINTER(_Call), *[c_void_p] * 4, c_int]),
             ("lowbit_select", None, [c_int64, c_int, *[c_void_p] * 3, c_int]),
-            ("lowbit_scale_sums", None, [ctypes.POINTER(_Sums)]),
+            ("lowbit_scale_sums", None, [ctypes.POINTER(Sums)]),
+            ("lowbit_transpose", None, [*[c_int64] * 3, c_int, *[c_void_p] * 2, c_int]),
             ("lowbit_ema_scale", None, [c_int64, *[c_double] * 4, *[c_void_p] * 5]),
             ("lowbit_ema_range", None, [c_int64, *[c_double] * 4, *[c_void_p] * 12]),
             ("lowbit_levels", c_int, []),
@@ -106,12 +109,12 @@ class Library:
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-        if library.lowbit_call_size() != ctypes.sizeof(_Call) + ctypes.sizeof(_Sums):
+        if library.lowbit_call_size() != ctypes.sizeof(_Call) + ctypes.sizeof(Sums):
             raise OSError(f"{path.name} was built from other sources")
         self.map, self.reduce, self.per_batch = library.lowbit_map, library.lowbit_reduce, library.lowbit_per_batch
         self.ema_scale, self.ema_range = library.lowbit_ema_scale, library.lowbit_ema_range
         self.gradient_bits, self.select = library.lowbit_gradient_bits, library.lowbit_select
-        self.scale_sums = library.lowbit_scale_sums
+        self.scale_sums, self.transpose = library.lowbit_scale_sums, library.lowbit_transpose
         self.block, self.chunk = library.lowbit_block(), library.lowbit_chunk()
         self.levels = [library.lowbit_level_name(i).decode() for i in range(library.lowbit_levels())]
         names = itertools.takewhile(bool, map(library.lowbit_map_name, itertools.count()))
@@ -153,7 +156,7 @@ def refusal(signature: Signature) -> str:
         return f"native kernels leave {signature.op} to torch"
     if signature.device.type != "cpu":
         return f"native kernels run on the CPU, not on {signature.device}"
-    if signature.dtype not in _TYPES:
+    if signature.dtype not in TYPES:
         return f"native kernels do not take {signature.dtype}"
     if signature.op in ("ema_scale", "ema_range") and signature.dtype != torch.float32:
         return "the state of an EMA is float32, and blends with a batch of float64 in float64"
@@ -178,7 +181,8 @@ def workspace_size(signature: Signature) -> int:
     return copies + params + partials
 
 
-def _loaded() -> Library:
+def loaded() -> Library:
+    """The library, which is there."""
     found = library()
     assert isinstance(found, Library), "refused before"
     return found
@@ -190,9 +194,9 @@ def _call(signature: Signature, wide: torch.dtype, formula: str | None = None, *
     call = _Call(layout=_Layout(math.prod(memory.shape), *memory.layout), wide=wide == torch.float64)
     call.quant_min, call.quant_max = grid.quant_min, grid.quant_max
     if formula is not None:
-        call.map = _loaded().maps[formula]
+        call.map = loaded().maps[formula]
     for name, dtype in types.items():
-        setattr(call, f"{name}_type", _TYPES.index(dtype))
+        setattr(call, f"{name}_type", TYPES.index(dtype))
     return call
 
 
@@ -203,19 +207,20 @@ def _pointers(scale: Tensor, zero_point: Tensor | None, wide: torch.dtype) -> tu
     return scale, None if zero_point is None else zero_point.to(wide).contiguous()
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
+    """Where its memory starts."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def _forward(signature: Signature) -> Callable[..., Tensor]:
-    memory, dtype, wide, run = signature.memory, signature.dtype, signature.math_dtype, _loaded().map
+    memory, dtype, wide, run = signature.memory, signature.dtype, signature.math_dtype, loaded().map
     call = _call(signature, wide, "fake_quantize", y=dtype, x=dtype)
 
     def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
         own = memory.arrange(x)
         y = torch.empty_like(own)
         s, z = _pointers(scale, zero_point, wide)
-        run(call, y.data_ptr(), None, own.data_ptr(), s.data_ptr(), _address(z), torch.get_num_threads())
+        run(call, y.data_ptr(), None, own.data_ptr(), s.data_ptr(), address(z), torch.get_num_threads())
         return memory.restore(y, x)
 
     return fake_quantize
@@ -223,14 +228,14 @@ def _forward(signature: Signature) -> Callable[..., Tensor]:
 
 def _backward(signature: Signature, formula: str) -> Callable[..., Tensor]:
     """The kernel of a gradient; grad_output may have another float dtype than x."""
-    memory, dtype, wide, run = signature.memory, signature.dtype, signature.math_dtype, _loaded().map
-    calls = {g: _call(signature, wide, formula, y=dtype, g=g, x=dtype) for g in _TYPES[:4]}
+    memory, dtype, wide, run = signature.memory, signature.dtype, signature.math_dtype, loaded().map
+    calls = {g: _call(signature, wide, formula, y=dtype, g=g, x=dtype) for g in TYPES[:4]}
 
     def backward(grad_output: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
         own, g = memory.arrange(x), memory.arrange(grad_output)
         dx = torch.empty_like(own)
         s, z = _pointers(scale, zero_point, wide)
-        addresses = dx.data_ptr(), g.data_ptr(), own.data_ptr(), s.data_ptr(), _address(z)
+        addresses = dx.data_ptr(), g.data_ptr(), own.data_ptr(), s.data_ptr(), address(z)
         run(calls[g.dtype], *addresses, torch.get_num_threads())
         return memory.restore(dx, x)
 
@@ -248,7 +253,7 @@ def _convert(
     signature: Signature, formula: Callable[[torch.dtype | None], tuple[str, torch.dtype, torch.dtype]]
 ) -> Callable[..., Tensor]:
     """The kernel of an op whose result has a dtype of its own choice: formula(dtype) -> name, result, arithmetic"""
-    memory, run = signature.memory, _loaded().map
+    memory, run = signature.memory, loaded().map
 
     @cache
     def made(dtype: torch.dtype | None) -> tuple[_Call, torch.dtype, torch.dtype]:
@@ -262,7 +267,7 @@ def _convert(
         own = memory.arrange(x)
         y = torch.empty_like(own, dtype=result)
         s, z = _pointers(scale, zero_point, wide)
-        run(call, y.data_ptr(), None, own.data_ptr(), s.data_ptr(), _address(z), torch.get_num_threads())
+        run(call, y.data_ptr(), None, own.data_ptr(), s.data_ptr(), address(z), torch.get_num_threads())
         return memory.restore(y, x)
 
     return convert
@@ -294,7 +299,7 @@ def _dequantize_backward(signature: Signature) -> Callable[..., Tensor]:
 def _reduce(memory: Memory, reduction: int) -> _Reduce:
     """How the memory is cut into units, by its shape alone."""
     layout: Layout = memory.layout
-    library = _loaded()
+    library = loaded()
     periods = math.prod(memory.shape) // layout.period
     rows, channels, inner = layout.period // (layout.channels * layout.inner), layout.channels, layout.inner
     if rows == 1:
@@ -318,7 +323,7 @@ def _partials(reduce: _Reduce) -> int:
 
 
 def _statistic(signature: Signature, reduction: int, results: int) -> Callable[[Tensor], Any]:
-    memory, shape, wide, run = signature.memory, signature.scale_shape, signature.math_dtype, _loaded().reduce
+    memory, shape, wide, run = signature.memory, signature.scale_shape, signature.math_dtype, loaded().reduce
     call = _call(signature, wide, y=wide, x=signature.dtype)
     call.reduction, call.reduce = reduction, _reduce(memory, reduction)
     room = _partials(call.reduce) * (1 + call.reduce.two)
@@ -336,7 +341,7 @@ def _statistic(signature: Signature, reduction: int, results: int) -> Callable[[
 
 
 def _learned_backward(signature: Signature) -> Callable[..., tuple[Tensor, ...]]:
-    memory, shape, wide, run = signature.memory, signature.scale_shape, signature.math_dtype, _loaded().reduce
+    memory, shape, wide, run = signature.memory, signature.scale_shape, signature.math_dtype, loaded().reduce
     dtype, reduce = signature.dtype, _reduce(memory, _LEARNED)
     room = 2 * _partials(reduce)
 
@@ -355,7 +360,7 @@ def _learned_backward(signature: Signature) -> Callable[..., tuple[Tensor, ...]]
         sums = [torch.empty(shape, dtype=wide, device="cpu") for _ in range(1 if zero_point is None else 2)]
         s, z = _pointers(scale, zero_point, wide)
         partial = torch.empty(room, dtype=torch.float64, device="cpu")
-        inputs = dx.data_ptr(), g.data_ptr(), own.data_ptr(), s.data_ptr(), _address(z)
+        inputs = dx.data_ptr(), g.data_ptr(), own.data_ptr(), s.data_ptr(), address(z)
         results = sums[0].data_ptr(), sums[1].data_ptr() if len(sums) == 2 else None, partial.data_ptr()
         run(made(g.dtype, method, len(sums) == 2), *inputs, *results, torch.get_num_threads())
         return memory.restore(dx, x), *sums
@@ -366,7 +371,7 @@ def _learned_backward(signature: Signature) -> Callable[..., tuple[Tensor, ...]]
 def _per_batch(signature: Signature, codes: torch.dtype | None = None) -> Callable[..., Any]:
     """x with the scale of its own range: its values, or its codes in this dtype"""
     memory, shape, dtype, wide = signature.memory, signature.scale_shape, signature.dtype, signature.math_dtype
-    reduce, run = _reduce(memory, _MIN_MAX), _loaded().per_batch
+    reduce, run = _reduce(memory, _MIN_MAX), loaded().per_batch
     if reduce.rows > 1 or reduce.inner * dtype.itemsize > _CACHE:
         return _per_batch_in_two(signature, codes)
     calls, formula, result = {}, "quantize_integer" if codes else "fake_quantize", codes or dtype
@@ -380,7 +385,7 @@ def _per_batch(signature: Signature, codes: torch.dtype | None = None) -> Callab
         own = memory.arrange(x)
         y, scale = torch.empty_like(own, dtype=result), torch.empty(shape, dtype=wide, device="cpu")
         zero_point = None if symmetric else torch.empty(shape, dtype=torch.int32, device="cpu")
-        addresses = y.data_ptr(), own.data_ptr(), scale.data_ptr(), _address(zero_point)
+        addresses = y.data_ptr(), own.data_ptr(), scale.data_ptr(), address(zero_point)
         run(calls[symmetric], *addresses, torch.get_num_threads())
         return memory.restore(y, x), scale, zero_point
 
@@ -417,52 +422,22 @@ def _codes_per_batch(signature: Signature) -> Callable[..., Any]:
 
 def _gradient_bits(signature: Signature) -> Callable[..., Tensor]:
     """A bit for each element in the order of memory, the lowest of a byte first."""
-    memory, wide, run = signature.memory, signature.math_dtype, _loaded().gradient_bits
+    memory, wide, run = signature.memory, signature.math_dtype, loaded().gradient_bits
     call = _call(signature, wide, signature.ste.value, x=signature.dtype)
 
     def gradient_bits(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
         own = memory.arrange(x)
         bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8)
         s, z = _pointers(scale, zero_point, wide)
-        run(call, bits.data_ptr(), own.data_ptr(), s.data_ptr(), _address(z), torch.get_num_threads())
+        run(call, bits.data_ptr(), own.data_ptr(), s.data_ptr(), address(z), torch.get_num_threads())
         return bits
 
     return gradient_bits
 
 
-def select(grad_output: Tensor, bits: Tensor) -> Tensor:
-    """grad_output, contiguous, where its bit is set, else 0"""
-    grad = grad_output.contiguous()
-    dx = torch.empty_like(grad)
-    addresses = bits.data_ptr(), grad.data_ptr(), dx.data_ptr()
-    _loaded().select(grad.numel(), grad.element_size(), *addresses, torch.get_num_threads())
-    return dx
-
-
-def scale_sums(
-    sums: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    zero_point: Tensor | None,
-    column_sums: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """y = float(sum - z * column_sum) * (s_x * s_w) + b, in one pass; scales and bias in the arithmetic's dtype"""
-    y = torch.empty(sums.shape, dtype=dtype)
-    zero_point = None if zero_point is None else zero_point.to(torch.int32).contiguous()
-    x_scale, w_scale = x_scale.contiguous(), w_scale.contiguous()
-    call = _Sums(*sums.shape, x_scale.dim() > 0, zero_point is not None and zero_point.dim() > 0, w_scale.dim() > 0)
-    call.y_type, call.wide, call.threads = _TYPES.index(dtype), x_scale.dtype == torch.float64, torch.get_num_threads()
-    call.y, call.sums, call.x_scale, call.w_scale = (t.data_ptr() for t in (y, sums, x_scale, w_scale))
-    call.zero_point, call.column_sums, call.bias = _address(zero_point), _address(column_sums), _address(bias)
-    _loaded().scale_sums(call)
-    return y
-
-
 def _ema(signature: Signature) -> Callable[..., tuple[Tensor, ...]]:
     """(what the batch says, the state, decay) -> the state, new"""
-    elements, grid, library = math.prod(signature.shape), signature.grid, _loaded()
+    elements, grid, library = math.prod(signature.shape), signature.grid, loaded()
     batch, run = (1, library.ema_scale) if signature.op == "ema_scale" else (2, library.ema_range)
 
     def ema(*args: Any) -> tuple[Tensor, ...]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.granularity import Granularity, PerChannel, PerToken
+from lowbit.granularity import Granularity, PerChannel, PerTensor, PerToken
 from lowbit.grid import Grid
-from lowbit.kernels import native, plan
+from lowbit.kernels import native_products, plan
 from lowbit.kernels.nan import mark_nan, may_hold_nan
 from lowbit.kernels.precision import math_dtype
 from lowbit.packing import unpack
@@ -111,7 +111,7 @@ def scaled_product(
             return triton_products.scaled_product(q_x, q_w, *scales, zero_point, columns, bias, dtype)
     sums, bias = int_mm(q_x, q_w.t()), None if bias is None else bias.to(wide)
     if plan.runs("native", sums):
-        return native.scale_sums(sums, *scales, zero_point, columns, bias, dtype)
+        return native_products.scale_sums(sums, *scales, zero_point, columns, bias, dtype)
     if zero_point is not None and columns is not None:
         sums = sums - (zero_point.view(-1, 1) if zero_point.dim() else zero_point).to(torch.int32) * columns
     x_scale, w_scale = scales
@@ -132,10 +132,11 @@ def code_rows(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per: Granularity, ste: SteKind | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The codes of x, contiguous; a bit for each that the rule, if given, passes a gradient to; and, unless x holds no
-    NaN, which codes do not know, a scale for each row, NaN for those that hold one.
+    NaN, which codes do not know, the scales, NaN for those that have one: one scale for all becomes one for each row.
     """
     traced = plan.is_traced(x)
-    if not traced and plan.runs("triton", x) and x.shape[-1] % 8 == 0:
+    by_row = per == PerTensor() or scale.shape == x.shape[:-1]
+    if not traced and by_row and plan.runs("triton", x) and x.shape[-1] % 8 == 0:
         from lowbit.kernels import triton  # half a second, which only users of a GPU should spend
 
         return triton.code_rows(x, scale, zero_point, grid, ste)
@@ -144,7 +145,9 @@ def code_rows(
     bits = None if ste is None else plan.run("gradient_bits", *params, grid=grid, per=per, ste=ste)
     marked = None
     if x.numel() and (x.is_cuda or traced or may_hold_nan(x)):
-        marked = mark_nan(scale.expand(x.shape[:-1]), x, per=PerToken())
+        if per == PerTensor():
+            scale, per = scale.expand(x.shape[:-1]), PerToken()
+        marked = mark_nan(scale, x, per=per)
     return q, bits, marked
 
 
@@ -166,7 +169,7 @@ def select(grad_output: Tensor, bits: Tensor) -> Tensor:
     """grad_output where its bit is set, else 0"""
     if not (torch.is_grad_enabled() or plan.is_traced(grad_output)):
         if plan.runs("native", grad_output):
-            return native.select(grad_output, bits)
+            return native_products.select(grad_output, bits)
         if plan.runs("triton", grad_output):
             from lowbit.kernels import triton
 

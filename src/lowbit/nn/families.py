@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lowbit.nn.attention import AttentionLayer
-from lowbit.nn.layer import Quantized, QuantLayer
+from lowbit.nn.convolution import ConvolutionLayer
+from lowbit.nn.layer import Quantized
 from lowbit.nn.layers import LookUpLayer, TransposedLayer, WeightlessLayer
 from lowbit.nn.linear import LinearLayer
 from lowbit.nn.recurrent import RecurrentCell, RecurrentLayer
@@ -51,7 +52,7 @@ class Family(NamedTuple):
 
 
 _LINEAR = Family(LinearLayer, "rows", folds=True)
-_CONVOLUTION = Family(QuantLayer, "images", folds=True)
+_CONVOLUTION = Family(ConvolutionLayer, "images", folds=True)
 _TRANSPOSED = Family(TransposedLayer, "images", folds=True)
 _LOOK_UP = Family(LookUpLayer, "indices", _nothing)
 _POOLING = Family(WeightlessLayer, "images")

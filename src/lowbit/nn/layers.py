@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from lowbit.nn.convolution import ConvolutionLayer
 from lowbit.nn.layer import QuantLayer
 from lowbit.nn.linear import LinearLayer
 
@@ -30,15 +31,15 @@ class QuantLinear(LinearLayer, nn.Linear):
     """y = q_in(x) @ q_w(w)^T + b"""
 
 
-class QuantConv1d(QuantLayer, nn.Conv1d):
+class QuantConv1d(ConvolutionLayer, nn.Conv1d):
     """y = conv1d(q_in(x), q_w(w)) + b"""
 
 
-class QuantConv2d(QuantLayer, nn.Conv2d):
+class QuantConv2d(ConvolutionLayer, nn.Conv2d):
     """y = conv2d(q_in(x), q_w(w)) + b"""
 
 
-class QuantConv3d(QuantLayer, nn.Conv3d):
+class QuantConv3d(ConvolutionLayer, nn.Conv3d):
     """y = conv3d(q_in(x), q_w(w)) + b"""
 
 

@@ -1,0 +1,119 @@
+"""CodeLayer: a layer that multiplies codes while it trains, where that is faster."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit.fake_quantize import FakeQuantize
+from lowbit.functional.linear import LONGEST_ROW, Coded
+from lowbit.granularity import Granularity
+from lowbit.kernels.plan import is_plain, is_traced
+from lowbit.nn.layer import QuantLayer
+from lowbit.tracing import is_exporting
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CodeLayer(QuantLayer):
+    """y = float(sum (q_x - z_x) * q_w) * (s_x * s_w) + b
+
+    In training this is how large products are computed, where the quantizers have codes (``product_refusal``): the sum
+    is exact, and codes are what is kept for the backward. All else, and every product in eval mode, is the parent's
+    forward at the quantized values.
+
+    A batch norm's factor f may be part of w; while its statistics are those of each batch, s_w / f stands for s_w.
+    """
+
+    sums: ClassVar[str] = "rows"  # in words, what has one sum for each output
+    input_pers: ClassVar[tuple[Granularity, ...]]
+    weight_pers: ClassVar[tuple[Granularity, ...]]
+
+    @property
+    def terms(self) -> int:
+        """How many products a sum has."""
+        raise NotImplementedError
+
+    def least_sums(self, device: str) -> int | None:
+        """From how many sums of each output on codes take less time than values; None where they never do."""
+        raise NotImplementedError
+
+    def count_sums(self, x: Tensor) -> int:
+        """How many sums each output has for this x; -1 where the layer does not take it."""
+        raise NotImplementedError
+
+    def own_refusal(self, device: torch.device) -> str:
+        """Why this layer never multiplies codes on this device, whatever its quantizers; "" where it may."""
+        raise NotImplementedError
+
+    def multiply(self, x: Coded, w: Coded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """y in this dtype."""
+        raise NotImplementedError
+
+    def quantized_forward(self, *args: Any, **kwargs: Any) -> Any:
+        x: Any = args[0] if args else kwargs.get("input")
+        if self.product is None and self._may_multiply_codes(x):
+            weight, bias = self._float("weight"), self._float("bias")
+            if _multiplies_codes(x, weight, bias):
+                coded = self.code("input_quantizer", x), self._coded_weight(weight)
+                device = x.device.type
+                dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+                y = self.multiply(*coded, self._folded_bias(bias), dtype)
+                return self.quantize("output_quantizer", y)
+        return super().quantized_forward(*args, **kwargs)
+
+    def product_refusal(self, device: torch.device | None = None) -> str:
+        """Why this layer never multiplies codes in training, on this device or its own; "" where it does."""
+        if reason := self.own_refusal(device or self._float("weight").device):
+            return reason
+        if self.integer_bias:
+            return "its bias is one of integers"
+        if self.terms > LONGEST_ROW:
+            return f"its rows are longer than {LONGEST_ROW}, and a sum might not fit 32 bits"
+        for slot, pers in (("input_quantizer", self.input_pers), ("weight_quantizer", self.weight_pers)):
+            quantizer, name = self.quantizer(slot), slot.removesuffix("_quantizer")
+            if not isinstance(quantizer, FakeQuantize):
+                return f"the {name} has no quantizer with a scale"
+            if reason := quantizer.codes_refusal():
+                return f"the {name}'s quantizer: {reason}"
+            if quantizer.per not in pers:
+                return f"the {name} has scales {quantizer.per}, and the product takes one, or one for each row"
+        weight = self.quantizer("weight_quantizer")
+        if not weight.symmetric:
+            return "the weight has zero points"
+        return "" if weight.grid.fits_int8 else "the weight's codes do not fit int8"
+
+    def _may_multiply_codes(self, x: Any) -> bool:
+        """All that can be told without the weight, which may be computed."""
+        if not self.training or is_watched(x) or not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+            return False
+        least = self.least_sums(x.device.type)
+        return (
+            least is not None
+            and self.count_sums(x) >= least
+            and not self.product_refusal(x.device)
+            and self.offers_codes("input_quantizer", x)
+        )
+
+    def _coded_weight(self, weight: Tensor) -> Coded:
+        if not self._norm:
+            return self.code_weight("weight_quantizer", weight)
+        factor = self._norm[0].factor()
+        coded = self.code_weight("weight_quantizer", weight * self._along(factor, weight))
+        return coded if self._norm[0].is_settled else coded.divide(factor)
+
+
+def is_watched(x: Any) -> bool:
+    """Whether a tracer wants torch's own ops, or x is no plain tensor; a compiler takes the product as it is."""
+    return is_exporting() or not is_plain(x) if torch.compiler.is_compiling() else is_traced(x)
+
+
+def _multiplies_codes(x: Tensor, weight: Any, bias: Tensor | None) -> bool:
+    if not isinstance(weight, Tensor) or weight.device != x.device or is_watched(weight):
+        return False
+    dtypes = {x.dtype, weight.dtype, *([] if bias is None else [bias.dtype])}
+    if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):
+        return False
+    return weight.dtype in _DTYPES
