@@ -253,6 +253,18 @@ def test_nan_is_seen_and_an_infinity_is_clipped(preset: str, products: list[Any]
     assert len(products) == 3
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_nan_in_a_folded_weight_is_seen(preset: str, products: list[Any]) -> None:
+    model = prepared(pair(), preset)
+    model(images())
+    with torch.no_grad():
+        model[0].weight[1, 1, 1, 1] = float("nan")
+    y = model(images())
+    assert y[:, 1].isnan().all()
+    assert y[:, 2:].isfinite().all()
+    assert len(products) == 2
+
+
 def test_a_frozen_weight(products: list[Any]) -> None:
     layer, x = prepared(nn.Conv2d(8, 6, 3)), images().requires_grad_()
     layer.weight.requires_grad_(False)

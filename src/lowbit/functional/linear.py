@@ -36,9 +36,10 @@ class Coded(NamedTuple):
 
     def divide(self, factor: Tensor) -> Coded:
         """The codes of the values divided by a factor for each index of the first axis, which takes no gradient"""
-        shape = [-1, *[1] * (self.q.dim() - 1)]
-        scale = self.scale.expand(self.q.shape[0]) / factor.detach()
-        return Coded(apply(_Divide, self.carrier, factor.detach().view(shape)), self.q, scale, None, PerChannel(0))
+        factor, ones = factor.detach(), [1] * (self.q.dim() - 1)
+        scale, per = (self.scale, self.per) if self.scale.dim() else (self.scale.expand(len(factor)), PerChannel(0))
+        carrier = apply(_Divide, self.carrier, factor.view(-1, *ones))
+        return self._replace(carrier=carrier, scale=scale / factor.view(-1, *ones[: scale.dim() - 1]), per=per)
 
     def move(self, source: int, target: int) -> Coded:
         """The same with one axis, along which scales do not change, in another place"""
