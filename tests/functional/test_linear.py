@@ -57,7 +57,7 @@ def data(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int =
 def spread(values: Tensor | None, coded: Coded) -> Tensor:
     if values is None:
         return torch.zeros(())
-    return values.reshape(-1)[group_index(tuple(coded.q.shape), coded.per)]
+    return values.expand(coded.scale.shape).reshape(-1)[group_index(tuple(coded.q.shape), coded.per)]
 
 
 def write_out(x: Coded, w: Coded, bias: Tensor | None) -> Tensor:
