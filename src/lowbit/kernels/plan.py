@@ -303,13 +303,10 @@ def _can_be_opaque(backend: str) -> bool:
 def _run_opaque(
     op: str, like: Tensor, args: tuple[Any, ...], grid: Grid, per: Granularity, ste: SteKind, options: dict[str, Any]
 ) -> Any:
-    numbers = [grid.bits, int(grid.signed), int(grid.narrow), *per.numbers]
     results = torch.ops.lowbit.kernel(
         op,
         list(args),
-        numbers,
-        type(per).__name__,
-        ste.value,
+        *encode(grid, per, ste),
         options.get("dtype"),
         options.get("method"),
         options.get("symmetric"),
@@ -332,7 +329,7 @@ def _kernel(
 ) -> list[Tensor]:
     like = args[OPS[op].tensors.index("x")]
     assert like is not None
-    records, options = _decode(tuple(numbers), per, ste), _options(dtype=dtype, method=method, symmetric=symmetric)
+    records, options = decode(tuple(numbers), per, ste), _options(dtype=dtype, method=method, symmetric=symmetric)
     plan = _select(op, like.shape, like.stride(), like.dtype, like.device, *records, _ALL)
     results = plan.run(*args, **options)
     results = results if isinstance(results, tuple) else (results,)
@@ -348,7 +345,7 @@ def _(op: str, args: Sequence[Tensor | None], *encoded: Any) -> list[Tensor]:
     assert like is not None
     fixed = tuple(int(number) for number in numbers)  # tracers like to make a second value a symbol
     options = _options(dtype=dtype, method=method, symmetric=symmetric)
-    results = _run_reference(op, tuple(args), *_decode(fixed, per, ste), options)
+    results = _run_reference(op, tuple(args), *decode(fixed, per, ste), options)
     results = [result for result in (results if isinstance(results, tuple) else (results,)) if result is not None]
     groups = [torch.empty(result.shape, dtype=result.dtype, device=like.device) for result in results]
     # As kernels make them: what is elementwise, which comes first, in the strides of the input.
@@ -357,8 +354,14 @@ def _(op: str, args: Sequence[Tensor | None], *encoded: Any) -> list[Tensor]:
     return [torch.empty_like(like, dtype=results[0].dtype), *groups[1:]]
 
 
+def encode(grid: Grid, per: Granularity, ste: SteKind) -> tuple[list[int], str, str]:
+    """The three in what an op of torch's may take"""
+    return [grid.bits, int(grid.signed), int(grid.narrow), *per.numbers], type(per).__name__, ste.value
+
+
 @lru_cache(maxsize=4096)
-def _decode(numbers: tuple[int, ...], per: str, ste: str) -> tuple[Grid, Granularity, SteKind]:
+def decode(numbers: tuple[int, ...], per: str, ste: str) -> tuple[Grid, Granularity, SteKind]:
+    """The reverse of ``encode``"""
     bits, signed, narrow, *fields = numbers
     return Grid(bits, bool(signed), bool(narrow)), getattr(granularity, per)(*fields), SteKind(ste)
 

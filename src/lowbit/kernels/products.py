@@ -135,6 +135,10 @@ def code_rows(
     NaN, which codes do not know, the scales, NaN for those that have one: one scale for all becomes one for each row.
     """
     traced = plan.is_traced(x)
+    if traced and x.numel() and plan.is_opaque("quantize", x):  # else each of the kernels below would have a copy of x
+        encoded = plan.encode(grid, per, ste or SteKind.IDENTITY)
+        q, marked, *bits = torch.ops.lowbit.code_rows(x, scale, zero_point, *encoded)
+        return q, bits[0] if bits else None, marked
     by_row = per == PerTensor() or scale.shape == x.shape[:-1]
     if not traced and by_row and plan.runs("triton", x) and x.shape[-1] % 8 == 0:
         from lowbit.kernels import triton  # half a second, which only users of a GPU should spend
@@ -149,6 +153,28 @@ def code_rows(
             scale, per = scale.expand(x.shape[:-1]), PerToken()
         marked = mark_nan(scale, x, per=per)
     return q, bits, marked
+
+
+@torch.library.custom_op("lowbit::code_rows", mutates_args=())
+def _opaque_code_rows(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, numbers: Sequence[int], per: str, ste: str
+) -> list[Tensor]:
+    grid, by, rule = plan.decode(tuple(numbers), per, ste)
+    clips = rule is not SteKind.IDENTITY
+    q, bits, marked = code_rows(x, scale, zero_point, grid=grid, per=by, ste=rule if clips else None)
+    if marked is None:
+        marked = (scale.expand(x.shape[:-1]) if by == PerTensor() else scale).clone()
+    return [q, marked] if bits is None else [q, marked, bits]
+
+
+@_opaque_code_rows.register_fake
+def _(
+    x: Tensor, scale: Tensor, _zero_point: Tensor | None, _numbers: Sequence[int], per: str, ste: str
+) -> list[Tensor]:
+    rows = x.shape[:-1] if per == PerTensor.__name__ else scale.shape
+    results = [torch.empty_like(x, dtype=torch.int8), scale.new_empty(rows)]
+    bits = [] if ste == SteKind.IDENTITY.value else [x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)]
+    return results + bits
 
 
 def code_weights(weights: Sequence[Tensor], grid: Grid) -> list[tuple[Tensor, Tensor]]:
@@ -174,4 +200,14 @@ def select(grad_output: Tensor, bits: Tensor) -> Tensor:
             from lowbit.kernels import triton
 
             return triton.select(grad_output, bits)
+    if plan.is_opaque("fake_quantize_backward", grad_output):
+        return torch.ops.lowbit.select(grad_output, bits)
     return torch.where(unpack(bits, 1, torch.uint8, grad_output.shape).to(torch.bool), grad_output, 0.0)
+
+
+_opaque_select = torch.library.custom_op("lowbit::select", select, mutates_args=())
+
+
+@_opaque_select.register_fake
+def _(grad_output: Tensor, _bits: Tensor) -> Tensor:
+    return torch.empty_like(grad_output, memory_format=torch.contiguous_format)
