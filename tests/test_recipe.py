@@ -221,6 +221,7 @@ FULL = Recipe(
     rules=[Rule("head.*"), Rule("type:Conv2d", weight=2, bias=True), Rule("quote\"d.ü'\\*", activation=3)],
     allow_float=["a.*", "b"],
     fold=False,
+    integer_products=False,
 )
 
 
@@ -291,7 +292,7 @@ def test_saving_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_format() -> None:
-    assert Recipe().to_dict() == {"format": 1, "bias": False, "fold": True}
+    assert Recipe().to_dict() == {"format": 1, "bias": False, "fold": True, "integer_products": True}
     assert Recipe.from_toml("format = 1\nweight = 8") == Recipe.from_toml("weight = 8") == Recipe(weight=8)
 
 

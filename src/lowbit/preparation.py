@@ -63,6 +63,7 @@ class Builder:
         self.model, self.recipe, self.flow = model, recipe, flow
         self.preparation = Preparation(recipe, traced=flow is not None)
         self.context = self.preparation.context
+        self.context.integer_products = recipe.integer_products
         self.modules = dict(model.named_modules())
         self.paths: dict[nn.Module, list[str]] = {}  # a module may have several
         for path, module in model.named_modules(remove_duplicate=False):

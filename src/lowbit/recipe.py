@@ -237,7 +237,8 @@ class Recipe(Record):
 
     The four are as in Rule. ``rules`` are Rules, or dicts of them, tried in order. ``allow_float`` are globs on the
     paths of layers that may stay in float, although the recipe would quantize them and cannot. ``fold``: whether a
-    batch norm is part of the weight of the layer before it, as it will be on the target.
+    batch norm is part of the weight of the layer before it, as it will be on the target. ``integer_products``: whether
+    large layers multiply codes in training where they can; else every product is torch's, of the quantized values.
 
     >>> recipe = Recipe(weight=4, activation=8, rules=[Rule("head*")])
     >>> recipe.choose("head", nn.Linear(2, 2)).weight is None
@@ -253,6 +254,7 @@ class Recipe(Record):
     rules: tuple[Rule, ...] = ()
     allow_float: tuple[str, ...] = ()
     fold: bool = True
+    integer_products: bool = True
 
     def __init__(
         self,
@@ -263,9 +265,11 @@ class Recipe(Record):
         rules: Sequence[Rule | Mapping[str, Any]] = (),
         allow_float: Sequence[str] = (),
         fold: bool = True,
+        integer_products: bool = True,
     ) -> None:
-        check_flag("fold", fold)
-        object.__setattr__(self, "fold", fold)
+        for name, flag in (("fold", fold), ("integer_products", integer_products)):
+            check_flag(name, flag)
+            object.__setattr__(self, name, flag)
         _set_choice(self, weight, activation, output, bias)
         _check_list("rules", rules, "Rules")
         object.__setattr__(self, "rules", tuple(_rule(f"rules[{i}]", rule) for i, rule in enumerate(rules)))

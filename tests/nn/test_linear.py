@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -318,6 +319,21 @@ def test_summary_says_which() -> None:
     assert "product in training: integer from 128 rows on" in texts["w8a8"]
     assert "product in training: float: the weight has scales PerGroup(size=32)" in texts["w4a8"]
     assert "product in training" not in texts["w4"]
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(512, 256), nn.Conv2d(64, 64, 3)], ids=["linear", "convolution"])
+def test_a_recipe_can_have_every_product_in_float(layer: nn.Module) -> None:
+    x = torch.randn(256, 512) if isinstance(layer, nn.Linear) else torch.randn(16, 64, 18, 18)
+    every = lowbit.recipes.w8a8()
+    recipe = lowbit.Recipe(every.weight, every.activation, integer_products=False)
+    found = {name: lowbit.prepare(layer, chosen, x).train() for name, chosen in (("on", every), ("off", recipe))}
+    assert "integer from" in str(lowbit.summary(found["on"]))
+    assert "product in training: float: the recipe has integer_products off" in str(lowbit.summary(found["off"]))
+    model = copy.deepcopy(found["off"])  # the copy too
+    values = model.input_quantizer(x), model.weight_quantizer(model.weight), model.bias
+    wanted = F.linear(*values) if isinstance(layer, nn.Linear) else F.conv2d(*values)
+    assert_same_bits(found["off"](x), wanted)
+    assert not torch.equal(found["on"](x), wanted)
 
 
 class TiedLayers(nn.Module):

@@ -66,6 +66,8 @@ class CodeLayer(QuantLayer):
 
     def product_refusal(self, device: torch.device | None = None) -> str:
         """Why this layer never multiplies codes in training, on this device or its own; "" where it does."""
+        if not self._context.integer_products:
+            return "the recipe has integer_products off"
         if reason := self.own_refusal(device or self._float("weight").device):
             return reason
         if self.integer_bias:

@@ -22,6 +22,7 @@ class Context:
         self.owners: list[Any] = []
         self.edges: list[Edge] = []
         self.has_ops = False
+        self.integer_products = True
         self.held: HeldWeights | None = None
         self.expected: tuple[Any, ...] = ()  # of the next HeldWeights
 
