@@ -90,8 +90,8 @@ class FakeQuantize(ScaleState):
         if self._takes_own_range(ranks) and ste is SteKind.IDENTITY and self.grid.fits_int8:
             return code_per_batch(x, grid=self.grid, per=self.per, symmetric=self.symmetric)
         scale, zero_point = self._params(x, ranks)
-        if isinstance(self.scale_mode, Fixed):
-            scale = scale.clone()  # which the backward needs, whatever becomes of the state
+        if isinstance(self.scale_mode, Fixed):  # which the backward needs, whatever becomes of the state
+            scale, zero_point = scale.clone(), None if zero_point is None else zero_point.clone()
         return code(x, scale, zero_point, grid=self.grid, per=self.per, ste=ste)
 
     def codes_refusal(self) -> str:

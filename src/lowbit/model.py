@@ -79,10 +79,10 @@ def weights_once(model: nn.Module) -> Iterator[None]:
 
     Those with the scale of their own range (PerBatch, as in w8a8, w8a8_dynamic and w4a8) that are parameters; others
     are quantized in every forward, as ever, as are tied weights, all in compiled code, and all in a CUDA graph that
-    begins inside. On a GPU, the codes that were asked for the last time are made in one launch. The second forward of
-    activation checkpointing takes the weights of the first (of reentrant checkpointing, which runs that without
-    gradients, its own). The quantized weights take memory while this lasts. A weight that an optimizer changes inside
-    is an error; what changes its ``data`` behind autograd's back is not seen.
+    begins inside. On a GPU, the codes that were asked for the last time are made in one launch, but of sharded models
+    and in a CUDA graph. The second forward of activation checkpointing takes the weights of the first (of reentrant
+    checkpointing, which runs that without gradients, its own). The quantized weights take memory while this lasts. A
+    weight that an optimizer changes inside is an error; what changes its ``data`` behind autograd's back is not seen.
 
     >>> import lowbit
     >>> model = prepare(nn.Linear(8, 4), lowbit.recipes.w8a8(), torch.randn(2, 8))
@@ -90,11 +90,14 @@ def weights_once(model: nn.Module) -> Iterator[None]:
     ...     for batch in torch.randn(4, 2, 8):
     ...         model(batch).sum().backward()
     """
-    contexts = {id(holder._context): holder._context for _, holder in slotted_modules(prepared_module(model))}  # noqa: SLF001
+    root = prepared_module(model)
+    contexts = {id(holder._context): holder._context for _, holder in slotted_modules(root)}  # noqa: SLF001
+    present = {id(parameter) for parameter in root.parameters()}  # of a sharded model, not those that a forward gathers
     before = {key: context.held for key, context in contexts.items()}
     try:
         for context in contexts.values():
-            context.held = context.held or HeldWeights(context.expected)
+            expected = [pair for pair in context.expected if id(pair[1]) in present]
+            context.held = context.held or HeldWeights(expected)
         yield
     finally:
         for key, context in contexts.items():

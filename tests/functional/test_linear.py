@@ -15,6 +15,7 @@ from lowbit import Grid, PerChannel, PerTensor, PerToken, SteKind
 from lowbit.functional import fake_quantize, fake_quantize_backward
 from lowbit.functional.linear import Coded, code, code_parameters, code_per_batch, integer_linear
 from lowbit.kernels import plan
+from lowbit.kernels.products import code_rows
 from oracle import group_index
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -222,3 +223,10 @@ def test_many_weights_are_coded_as_each_by_itself(dtype: torch.dtype, device: to
         assert_same_bits(found.q, wanted.q)
         assert_same_bits(found.scale, wanted.scale)
         assert found.carrier is wanted.carrier is parameter
+
+
+def test_scales_of_columns_are_not_those_of_rows(device: torch.device) -> None:
+    x, scale = data((8, 8)).detach().to(device), torch.linspace(0.1, 2.0, 8, device=device)
+    q, _, _ = code_rows(x, scale, None, grid=Grid(8), per=PerChannel(1), ste=None)
+    wanted = torch.round(x.cpu() / scale.cpu()).clamp(-128, 127).to(torch.int8)
+    assert torch.equal(q.cpu(), wanted)

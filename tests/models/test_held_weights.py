@@ -103,6 +103,34 @@ def test_codes_of_the_last_time_are_made_at_once(monkeypatch: pytest.MonkeyPatch
     assert copy.deepcopy(model).conv._context.expected == ()
 
 
+def test_what_is_made_at_once_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that were not asked for the last time make nothing anew; those that are gone are not made."""
+    monkeypatch.setattr(linear, "_LEAST", {"cpu": 0})
+    monkeypatch.setattr(context, "plan", SimpleNamespace(runs=lambda *_: True))  # as on a GPU
+    made: list[int] = []
+    inner = context.code_parameters
+    counted = lambda ps, grid: made.append(len(ps)) or inner(ps, grid=grid)  # noqa: E731
+    monkeypatch.setattr(context, "code_parameters", counted)
+    model = lowbit.prepare(mlp(8, 8, 8, 8), lowbit.recipes.w8a8_dynamic(), torch.randn(2, 8)).train()
+    first, second, third = (layer for layer in model if isinstance(layer, nn.Linear))
+    x = torch.randn(4, 8)
+    with lowbit.weights_once(model):
+        second(first(x))
+    with lowbit.weights_once(model):
+        third(first(x))
+        first.weight.data.add_(0)  # what is held stays what it is
+        third(second(x))
+        with torch.no_grad():
+            first.weight.add_(1)
+        with pytest.raises(RuntimeError, match="a weight changed inside"):
+            first(x)
+    assert made == [2]
+    second.weight = nn.Parameter(second.weight.detach().clone())
+    with lowbit.weights_once(model):
+        model(x)
+    assert made == [2, 2]  # the first and the third, without the weight that is gone
+
+
 def test_a_weight_that_changes_is_an_error_and_nothing_stays() -> None:
     model, batches = prepared("w8a8"), torch.randn(2, 5, 3, 2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -393,7 +393,7 @@ REFUSALS: dict[str, tuple[nn.Module, Recipe, str]] = {
         "the input has a zero point for each image",
     ),
     "integer bias": (nn.Conv2d(8, 4, 3), Recipe(W8, A8, bias=True), "its bias is one of integers"),
-    "long rows": (nn.Conv2d(8, 1, (91, 91), padding=45), Recipe(W8, A8), "a sum might not fit 32 bits"),
+    "long rows": (nn.Conv2d(8, 1, (91, 91), padding=45), Recipe(W8, A8), "might not fit 32 bits"),
 }
 
 
@@ -446,3 +446,49 @@ assert "on cuda" in refusal("cuda")
 """
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def test_padding_that_changes_after_the_layer_is_made(products: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Conv2d(8, 6, 3, padding=1)
+    layer.padding = layer.dilation = (2, 2)  # as backbones are dilated
+    model = prepared(layer)
+    assert_near(*both(model, images(), monkeypatch))
+    assert products == [(4, 6, 9, 9)]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_no_channels_at_all(products: list[Any]) -> None:
+    layer, x = nn.Conv2d(0, 3, 1), torch.randn(2, 0, 4, 4)
+    assert lowbit.prepare(layer, Recipe(W8, A8), x).train()(x).shape == layer(x).shape
+    assert products == []
+
+
+def test_a_folded_factor_is_divided_by_as_it_was_multiplied() -> None:
+    model = pair()
+    model[0].to(torch.bfloat16)  # and the batch norm in float32
+    layer, norm = lowbit.prepare(model, lowbit.recipes.w8a8(), images().bfloat16()).train()
+    weight, factor = layer.weight, norm.factor().bfloat16()
+    whole = layer.code_weight("weight_quantizer", weight * factor.view(-1, 1, 1, 1))
+    torch.testing.assert_close(layer._coded_weight(weight).scale * factor.float(), whole.scale, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("layer", ["convolution", "linear"])
+def test_another_default_device(layer: str) -> None:
+    """In a process of its own: what the CPU can do is found out once."""
+    code = f"""
+import torch, lowbit
+from torch import nn
+from lowbit.nn import convolution, linear
+convolution._LEAST = linear._LEAST = {{"cpu": 0}}
+convolution._LEAST_POSITIONS = convolution._LEAST_USES = 0
+layers = {{"convolution": (nn.Conv2d(8, 6, 3), (2, 8, 9, 9)), "linear": (nn.Linear(64, 8), (4, 64))}}
+layer, x = layers[{layer!r}][0], torch.randn(layers[{layer!r}][1])
+model = lowbit.prepare(layer, lowbit.recipes.w8a8(), x).train()
+torch.set_default_device("meta")
+y = model(x)
+assert y.device.type == "cpu", y.device
+assert "integer from" in str(lowbit.summary(model)), lowbit.summary(model)
+y.sum().backward()
+assert layer.weight is not model.weight and model.weight.grad.isfinite().all()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -444,3 +444,33 @@ assert (refusal("cpu", None, 64) == "") == is_exact()
 """
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+@pytest.mark.parametrize("preset", ["w8a8", "w8a8_dynamic"])
+@pytest.mark.parametrize("rows", [(256,), (4, 64)], ids=["matrix", "batches"])
+def test_what_follows_may_change_the_output_in_place(rows: tuple[int, ...], preset: str) -> None:
+    found = []
+    for inplace in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(inplace=inplace), nn.Linear(512, 8))
+        model = lowbit.prepare(model, lowbit.recipes.presets()[preset](), torch.randn(2, 512)).train()
+        model(torch.randn(*rows, 512)).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for got, want in zip(*found, strict=True):
+        assert_same_bits(got, want)
+
+
+def test_fixed_parameters_that_change_before_the_backward(products: list[tuple[int, ...]]) -> None:
+    spec = QuantSpec(bits=8, signed=True, symmetric=False, scale_mode=lowbit.Fixed())
+    found = []
+    for changes in (False, True):
+        torch.manual_seed(0)
+        model = lowbit.prepare(nn.Linear(16, 16), Recipe(lowbit.recipes.w8a8().weight, spec), torch.randn(4, 16))
+        model.train().input_quantizer.update_params(0.1, 3)
+        loss = model(torch.randn(4, 16)).square().sum()
+        if changes:
+            model.input_quantizer.update_params(0.2, 5)
+        loss.backward()
+        found.append(model.weight.grad)
+    assert_same_bits(*found)
+    assert len(products) == 2

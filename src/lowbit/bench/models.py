@@ -409,9 +409,6 @@ TRAINEES = (
     Trainee("float captured", _float, least_snr=_SAME, captured=True),
     Trainee("lowbit w8a8_dynamic captured", _lowbit(recipes.w8a8_dynamic), is_ours=True, captured=True),
     Trainee("lowbit linear only captured", _lowbit(_linear_only), is_ours=True, captured=True),
-    Trainee(
-        "lowbit linear only, weights once, captured", _lowbit(_linear_only), is_ours=True, captured=True, once=True
-    ),
     Trainee("torchao", _torchao),
     Trainee("brevitas", _brevitas),
 )

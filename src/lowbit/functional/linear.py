@@ -141,7 +141,8 @@ class _Linear(torch.autograd.Function):
         rows, scales = q_x.reshape(-1, q_x.shape[-1]), (_by_row(x_scale), _by_row(w_scale))
         product = torch.ops.lowbit.scaled_product if torch.compiler.is_compiling() else scaled_product
         y = product(rows, q_w, *scales, zero_point, bias, dtype=ctx.dtype)
-        return y.view(*q_x.shape[:-1], q_w.shape[0])
+        # To autograd no view: those that a Function gives cannot be changed in place.
+        return torch.ops.aten._unsafe_view.default(y, (*q_x.shape[:-1], q_w.shape[0]))  # noqa: SLF001
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

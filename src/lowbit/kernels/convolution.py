@@ -47,9 +47,12 @@ def _is_exact() -> bool:
         return False
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):  # elsewhere it is exact, and slow
         return False
-    ends = torch.tensor([-128, 127], dtype=torch.int8)
-    x, w = ends[torch.arange(512) // 3 % 2].view(1, 32, 4, 4), ends[torch.arange(9216) // 5 % 2].view(32, 32, 3, 3)
-    one, steps = torch.ones(()), Steps((1, 1), (1, 1), (1, 1))
+    ends = torch.tensor([-128, 127], dtype=torch.int8, device="cpu")
+    x, w = (
+        ends[torch.arange(512, device="cpu") // 3 % 2].view(1, 32, 4, 4),
+        ends[torch.arange(9216, device="cpu") // 5 % 2].view(32, 32, 3, 3),
+    )
+    one, steps = torch.ones((), device="cpu"), Steps((1, 1), (1, 1), (1, 1))
     try:
         y = _convolve(x, w, one.expand(32), -128, None, steps, torch.float32)
     except (TypeError, RuntimeError):  # the op is one of torch's own, and may take other arguments elsewhere
@@ -98,9 +101,11 @@ def _convolve(
     which the cache holds between the two.
     """
     onednn, rest = torch.ops.onednn, (list(steps.stride), list(steps.padding), list(steps.dilation), 1)
-    packed = onednn.qconv_prepack(q_w.contiguous(), torch.ones(1), 1.0, zero_point + 128, *rest, list(q_x.shape))
+    packed = onednn.qconv_prepack(
+        q_w.contiguous(), torch.ones(1, device="cpu"), 1.0, zero_point + 128, *rest, list(q_x.shape)
+    )
     convolve = getattr(onednn, f"qconv{q_x.dim() - 2}d_pointwise")
-    scale, nothing = scale.contiguous(), torch.zeros(scale.shape, dtype=torch.int32)
+    scale, nothing = scale.contiguous(), torch.zeros(scale.shape, dtype=torch.int32, device="cpu")
 
     def run(unsigned: Tensor) -> Tensor:
         own = unsigned.movedim(-1, 1), 1.0, zero_point + 128, packed, scale, nothing, bias
@@ -111,7 +116,7 @@ def _convolve(
     if any(lies_last) or not plan.runs("native", q_x):
         y = run(q_x.movedim(1, -1).contiguous().view(torch.uint8) ^ 128)
         return y if any(lies_last) else y.contiguous()
-    y = torch.empty((len(q_x), len(q_w), *steps.positions(q_x.shape[2:], q_w.shape[2:])), dtype=dtype)
+    y = torch.empty((len(q_x), len(q_w), *steps.positions(q_x.shape[2:], q_w.shape[2:])), dtype=dtype, device="cpu")
     count = max(_PART // max(y[0].nbytes, 1), 1)
     for part, codes in zip(y.split(count), q_x.split(count), strict=True):
         native_products.put_channels_first(run(native_products.put_channels_last(codes)).movedim(1, -1), part)

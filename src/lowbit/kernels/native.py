@@ -427,7 +427,7 @@ def _gradient_bits(signature: Signature) -> Callable[..., Tensor]:
 
     def gradient_bits(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
         own = memory.arrange(x)
-        bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8)
+        bits = torch.empty(-(-x.numel() // 8), dtype=torch.uint8, device="cpu")
         s, z = _pointers(scale, zero_point, wide)
         run(call, bits.data_ptr(), own.data_ptr(), s.data_ptr(), address(z), torch.get_num_threads())
         return bits

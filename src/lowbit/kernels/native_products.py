@@ -27,7 +27,7 @@ def scale_sums(
     dtype: torch.dtype,
 ) -> Tensor:
     """y = float(sum - z * column_sum) * (s_x * s_w) + b, in one pass; scales and bias in the arithmetic's dtype"""
-    y = torch.empty(sums.shape, dtype=dtype)
+    y = torch.empty(sums.shape, dtype=dtype, device="cpu")
     zero_point = None if zero_point is None else zero_point.to(torch.int32).contiguous()
     x_scale, w_scale = x_scale.contiguous(), w_scale.contiguous()
     call = Sums(*sums.shape, x_scale.dim() > 0, zero_point is not None and zero_point.dim() > 0, w_scale.dim() > 0)
@@ -40,7 +40,7 @@ def scale_sums(
 
 def put_channels_last(q: Tensor) -> Tensor:
     """q + 128 of int8 codes in uint8, with axis 1 last: (n, c, ...) -> (n, ..., c)"""
-    y = torch.empty((q.shape[0], *q.shape[2:], q.shape[1]), dtype=torch.uint8)
+    y = torch.empty((q.shape[0], *q.shape[2:], q.shape[1]), dtype=torch.uint8, device="cpu")
     _transpose(q.contiguous(), y, q.shape[1])
     return y
 

@@ -34,8 +34,8 @@ def int_mm(x: Tensor, w: Tensor) -> Tensor:
 @cache
 def is_exact() -> bool:
     """Whether torch's product is, on this CPU: without VNNI, oneDNN adds two products in 16 bits, which saturate"""
-    ends = torch.tensor([-128, 127], dtype=torch.int8)
-    x, w = ends[torch.arange(64 * 32) // 3 % 2].view(32, 64), ends[torch.arange(64 * 32) // 5 % 2].view(64, 32)
+    ends, at = torch.tensor([-128, 127], dtype=torch.int8, device="cpu"), torch.arange(64 * 32, device="cpu")
+    x, w = ends[at // 3 % 2].view(32, 64), ends[at // 5 % 2].view(64, 32)
     return torch.equal(_int_mm(x, w).long(), x.long() @ w.long())
 
 
@@ -139,7 +139,7 @@ def code_rows(
         encoded = plan.encode(grid, per, ste or SteKind.IDENTITY)
         q, marked, *bits = torch.ops.lowbit.code_rows(x, scale, zero_point, *encoded)
         return q, bits[0] if bits else None, marked
-    by_row = per == PerTensor() or scale.shape == x.shape[:-1]
+    by_row = per in (PerTensor(), PerToken()) or (per == PerChannel(0) and x.dim() == 2)
     if not traced and by_row and plan.runs("triton", x) and x.shape[-1] % 8 == 0:
         from lowbit.kernels import triton  # half a second, which only users of a GPU should spend
 

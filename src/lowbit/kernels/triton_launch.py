@@ -279,7 +279,7 @@ def _gradient_bits(signature: Signature, kernels: Kernels) -> Callable[..., Any]
     return run
 
 
-@cache
+@lru_cache(maxsize=4096)
 def bits_launch(
     function: Any, elements: int, numbers: tuple[Any, ...], device: torch.device, constants: tuple[Any, ...] = ()
 ) -> Launch:
@@ -288,7 +288,7 @@ def bits_launch(
     return Launch(function, -(-elements // (8 * BITS_BLOCK)), arguments, 4, device)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def row_launch(
     function: Any,
     rows: int,
@@ -313,15 +313,16 @@ def weights_launch(
     function: Any, places: tuple[tuple[int, int, int], ...], dtype: torch.dtype, grid: Grid, device: torch.device
 ) -> tuple[Tensor, Launch]:
     """A kernel over the rows of matrices at ``places``, (address, rows, columns); and its table of rows"""
-    parts, start = [], 0
+    parts, start, steps = [], 0, [16]
     for address, rows, columns in places:
-        row = torch.arange(rows)
+        row = torch.arange(rows, device="cpu")
         way = (address - places[0][0]) // dtype.itemsize  # from the first: its alignment is known to the compiler
+        steps += [way, start, columns]
         parts.append(torch.stack([way + row * columns, start + row * columns, columns + 0 * row]))
         start += rows * columns
     table = torch.cat(parts, 1)
     block = triton.next_power_of_2(max(columns for _, _, columns in places))
-    aligned = math.gcd(16, *table.flatten().tolist())
+    aligned = math.gcd(*steps)
     numbers = table.shape[1], block, aligned, float(grid.quant_min), float(grid.quant_max), not knobs.runtime.interpret
     return table.to(device), Launch(function, table.shape[1], numbers, max(1, min(8, block // 256)), device)
 

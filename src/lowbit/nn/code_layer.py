@@ -73,7 +73,7 @@ class CodeLayer(QuantLayer):
         if self.integer_bias:
             return "its bias is one of integers"
         if self.terms > LONGEST_ROW:
-            return f"its rows are longer than {LONGEST_ROW}, and a sum might not fit 32 bits"
+            return f"a sum of more than {LONGEST_ROW} products might not fit 32 bits"
         for slot, pers in (("input_quantizer", self.input_pers), ("weight_quantizer", self.weight_pers)):
             quantizer, name = self.quantizer(slot), slot.removesuffix("_quantizer")
             if not isinstance(quantizer, FakeQuantize):
@@ -81,7 +81,7 @@ class CodeLayer(QuantLayer):
             if reason := quantizer.codes_refusal():
                 return f"the {name}'s quantizer: {reason}"
             if quantizer.per not in pers:
-                return f"the {name} has scales {quantizer.per}, and the product takes one, or one for each row"
+                return f"the {name} has scales {quantizer.per}, and the product takes {' or '.join(map(str, pers))}"
         weight = self.quantizer("weight_quantizer")
         if not weight.symmetric:
             return "the weight has zero points"
@@ -102,7 +102,7 @@ class CodeLayer(QuantLayer):
     def _coded_weight(self, weight: Tensor) -> Coded:
         if not self._norm:
             return self.code_weight("weight_quantizer", weight)
-        factor = self._norm[0].factor()
+        factor = self._norm[0].factor().to(weight.dtype)
         coded = self.code_weight("weight_quantizer", weight * self._along(factor, weight))
         return coded if self._norm[0].is_settled else coded.divide(factor)
 

@@ -18,13 +18,14 @@ from lowbit.kernels.plan import is_plain
 class Context:
     """Who is running: the modules whose own arithmetic is quantized, the innermost last; and the open edges."""
 
+    integer_products = True  # whether layers may multiply codes
+    expected: tuple[Any, ...] = ()  # of the next HeldWeights
+
     def __init__(self) -> None:
         self.owners: list[Any] = []
         self.edges: list[Edge] = []
         self.has_ops = False
-        self.integer_products = True
         self.held: HeldWeights | None = None
-        self.expected: tuple[Any, ...] = ()  # of the next HeldWeights
 
     def close(self) -> None:
         """The outermost call has ended: no edge holds a tensor any longer."""
@@ -40,7 +41,7 @@ class HeldWeights:
     """Weights as their quantizers first gave them, which no weight's change may make wrong.
 
     ``expected`` are those whose codes were asked for the last time: on a GPU the first who asks has all of them made,
-    in one launch for each dtype and grid.
+    in one launch for each dtype and grid (but in a CUDA graph, which would outlive the table of their addresses).
     """
 
     def __init__(self, expected: Iterable[tuple[Any, nn.Parameter]] = ()) -> None:
@@ -52,9 +53,9 @@ class HeldWeights:
     def take(self, quantizer: nn.Module, weight: nn.Parameter, what: str, run: Callable[[], Any]) -> Any:
         """run(), the weight's values or its codes by this quantizer, computed once"""
         key = quantizer, weight, what, torch.is_grad_enabled() and weight.requires_grad
-        if what == "codes":
+        if what == "codes" and plan.runs("triton", weight):
             self.asked[quantizer, weight] = None
-            if key not in self.results and plan.runs("triton", weight):
+            if key not in self.results and not self.captured:
                 self._code_expected(quantizer, weight)
         if key not in self.results:
             self.results[key] = version_of(weight), run()
@@ -72,12 +73,15 @@ class HeldWeights:
     def _code_expected(self, quantizer: Any, weight: nn.Parameter) -> None:
         """The codes of all expected weights that are like this one, in one launch."""
         kind = _kind(quantizer, weight)
-        alike = [pair for pair in self.expected if _kind(*pair) == kind]
+        alike = [pair for pair in self.expected if _kind(*pair) == kind and not self._holds(*pair, kind)]
         if kind is None or len(alike) < 2:
             return
         results = code_parameters([weight for _, weight in alike], grid=quantizer.grid)
         for (found, other), coded in zip(alike, results, strict=True):
             self.results[found, other, "codes", kind[-1]] = version_of(other), coded
+
+    def _holds(self, quantizer: Any, weight: nn.Parameter, kind: tuple[Any, ...] | None) -> bool:
+        return kind is not None and (quantizer, weight, "codes", kind[-1]) in self.results
 
 
 def _kind(quantizer: Any, weight: nn.Parameter) -> tuple[Any, ...] | None:

@@ -35,9 +35,10 @@ class ConvolutionLayer(CodeLayer):
         return int(self.in_channels) // int(self.groups) * math.prod(self.kernel_size)
 
     def least_sums(self, device: str) -> int | None:
-        if device not in _LEAST or torch.compiler.is_compiling():
+        size = self.out_channels * self.terms
+        if device not in _LEAST or not size or torch.compiler.is_compiling():
             return None
-        return max(-(-_LEAST[device] // (self.out_channels * self.terms)), _LEAST_POSITIONS)
+        return max(-(-_LEAST[device] // size), _LEAST_POSITIONS)
 
     def count_sums(self, x: Tensor) -> int:
         if x.dim() != len(self.kernel_size) + 2 or x.shape[1] != self.in_channels:
@@ -52,10 +53,10 @@ class ConvolutionLayer(CodeLayer):
             return f"it has {self.groups} groups"
         if self.padding_mode != "zeros":
             return f"its padding is {self.padding_mode}"
-        pads = self._reversed_padding_repeated_twice
-        if pads[::2] != pads[1::2]:
+        if self.padding == "same" and any(reach % 2 for reach in self._reaches()):
             return "its padding is not the same on both sides"
-        uses = self.out_channels * self.terms // (self.in_channels * math.prod(self.stride) + self.out_channels)
+        passed = self.in_channels * math.prod(self.stride) + self.out_channels
+        uses = self.out_channels * self.terms // max(passed, 1)
         if uses < _LEAST_USES:
             return f"{uses} multiplications for each element that comes in or goes out are too few"
         quantizer = self.quantizer("input_quantizer")
@@ -66,8 +67,13 @@ class ConvolutionLayer(CodeLayer):
     @property
     def steps(self) -> Steps:
         """Stride, padding and dilation, in numbers."""
-        padding = self._reversed_padding_repeated_twice[::-2]
+        named = {"valid": [0] * len(self.kernel_size), "same": [reach // 2 for reach in self._reaches()]}
+        padding = named[self.padding] if isinstance(self.padding, str) else self.padding
         return Steps(tuple(self.stride), tuple(padding), tuple(self.dilation))
+
+    def _reaches(self) -> list[int]:
+        """How far a window reaches beyond its first element, along each axis."""
+        return [step * (taps - 1) for step, taps in zip(self.dilation, self.kernel_size, strict=True)]
 
     def multiply(self, x: Coded, w: Coded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return integer_convolution(x, w, bias, steps=self.steps, dtype=dtype)
