@@ -76,7 +76,7 @@ def test_functional() -> None:
             "bits symmetric scale zero_point per ste scale_mode narrow signed observer",
         ),
         (lowbit.Plan.select, "op like grid per ste prefer"),
-        (lowbit.Recipe, "weight activation output bias rules allow_float fold"),
+        (lowbit.Recipe, "weight activation output bias rules allow_float fold integer_products"),
         (lowbit.Rule, "match weight activation output bias"),
         (lowbit.prepare, "model recipe example_inputs inplace"),
         (lowbit.calibrate, "model batches"),
