@@ -25,11 +25,12 @@ docs: $(INSTALLED)
 pytest: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not long" --durations=40
 
-## interpret: the Triton kernels without a GPU, in Triton's interpreter
+## interpret: the Triton kernels without a GPU, in Triton's interpreter (which is slow): they have the reference's bits
 interpret: $(INSTALLED)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not long" -k "triton and not float64" \
-		tests/kernels tests/functional/test_learned.py tests/functional/test_linear.py tests/functional/test_codes.py::test_backwards_are_their_formulas \
-		tests/functional/test_fake_quantize.py::test_values_are_the_oracles tests/test_fake_quantize.py tests/test_scale_state.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not long" \
+		-k "triton and not float64 and not survives and not compiled_training and not (torch.float16 and sums_scaled)" \
+		tests/kernels tests/functional/test_learned.py tests/functional/test_linear.py \
+		tests/functional/test_codes.py::test_backwards_are_their_formulas tests/test_fake_quantize.py tests/test_scale_state.py
 
 ## sanitize: the native kernels under the address and undefined-behaviour sanitizers
 sanitize: $(INSTALLED) build/sanitized.so
