@@ -79,13 +79,23 @@ def test_gradients_are_the_same_and_weights_quantized_once(
     assert len(seen) == 12  # as ever, when it is over
 
 
-def test_codes_of_the_last_time_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_LEAST", {"cpu": 0})
-    monkeypatch.setattr(context, "plan", SimpleNamespace(runs=lambda *_: True))  # as on a GPU
-    made: list[int] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Layers of any size multiply codes, as on a GPU; how many weights were coded at once, each time."""
+    counts: list[int] = []
     inner = context.code_parameters
-    counted = lambda ps, grid: made.append(len(ps)) or inner(ps, grid=grid)  # noqa: E731
+
+    def counted(parameters: list[nn.Parameter], grid: lowbit.Grid) -> Any:
+        counts.append(len(parameters))
+        return inner(parameters, grid=grid)
+
+    monkeypatch.setattr(linear, "_LEAST", {"cpu": 0})
+    monkeypatch.setattr(context, "plan", SimpleNamespace(runs=lambda *_: True))
     monkeypatch.setattr(context, "code_parameters", counted)
+    return counts
+
+
+def test_codes_of_the_last_time_are_made_at_once(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = prepared("w8a8_dynamic"), torch.randn(3, 5, 3, 2, 2)
     wanted = gradients(copy.deepcopy(model), batches)
     seen = calls_of(model, monkeypatch)
@@ -103,14 +113,8 @@ def test_codes_of_the_last_time_are_made_at_once(monkeypatch: pytest.MonkeyPatch
     assert copy.deepcopy(model).conv._context.expected == ()
 
 
-def test_what_is_made_at_once_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_made_at_once_is_made_once(made: list[int]) -> None:
     """Weights that were not asked for the last time make nothing anew; those that are gone are not made."""
-    monkeypatch.setattr(linear, "_LEAST", {"cpu": 0})
-    monkeypatch.setattr(context, "plan", SimpleNamespace(runs=lambda *_: True))  # as on a GPU
-    made: list[int] = []
-    inner = context.code_parameters
-    counted = lambda ps, grid: made.append(len(ps)) or inner(ps, grid=grid)  # noqa: E731
-    monkeypatch.setattr(context, "code_parameters", counted)
     model = lowbit.prepare(mlp(8, 8, 8, 8), lowbit.recipes.w8a8_dynamic(), torch.randn(2, 8)).train()
     first, second, third = (layer for layer in model if isinstance(layer, nn.Linear))
     x = torch.randn(4, 8)
@@ -118,7 +122,6 @@ def test_what_is_made_at_once_is_made_once(monkeypatch: pytest.MonkeyPatch) -> N
         second(first(x))
     with lowbit.weights_once(model):
         third(first(x))
-        first.weight.data.add_(0)  # what is held stays what it is
         third(second(x))
         with torch.no_grad():
             first.weight.add_(1)
