@@ -12,7 +12,7 @@ from lowbit.functional import fake_quantize, fake_quantize_backward, learned_fak
 from lowbit.functional.check import check_grad, check_per, check_ste
 from lowbit.functional.fake_quantize import fake_quantize_per_batch
 from lowbit.functional.linear import Coded, code, code_per_batch
-from lowbit.granularity import Granularity, PerTensor
+from lowbit.granularity import Granularity, PerChannel, PerTensor, PerToken
 from lowbit.grid import Grid
 from lowbit.observers import Observer
 from lowbit.ranks import Ranks
@@ -117,6 +117,12 @@ class FakeQuantize(ScaleState):
         if hooked or type(self) is not FakeQuantize:
             return False
         return self.enabled and self._takes_own_range(self._ranks()) and self._effective_ste is SteKind.IDENTITY
+
+    @property
+    def takes_own_rows(self) -> bool:
+        """Whether each row of a matrix has the symmetric scale of its own range, and nothing else asks for the data."""
+        by_row = self.per == PerToken() or self.per == PerChannel(0)
+        return by_row and self.symmetric and self.grid.fits_int8 and self.grid.signed and self.is_repeatable
 
     def _take_in(self, x: Tensor) -> Ranks | None:
         """Check x and take its statistics in; the ranks that share them."""

@@ -13,7 +13,7 @@ import inputs
 from compare import assert_same_bits
 from lowbit import Grid, PerChannel, PerTensor, PerToken, SteKind
 from lowbit.functional import fake_quantize, fake_quantize_backward
-from lowbit.functional.linear import Coded, code, code_parameters, code_per_batch, integer_linear
+from lowbit.functional.linear import Coded, code, code_parameters, code_per_batch, integer_linear, linear_per_batch
 from lowbit.kernels import plan
 from lowbit.kernels.products import code_rows
 from oracle import group_index
@@ -230,3 +230,73 @@ def test_scales_of_columns_are_not_those_of_rows(device: torch.device) -> None:
     q, _, _ = code_rows(x, scale, None, grid=Grid(8), per=PerChannel(1), ste=None)
     wanted = torch.round(x.cpu() / scale.cpu()).clamp(-128, 127).to(torch.int8)
     assert torch.equal(q.cpu(), wanted)
+
+
+def per_batch(x: Tensor, w: nn.Parameter, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """linear_per_batch, and what it is short for."""
+    grids = {"x_grid": Grid(8), "w_grid": NARROW}
+    long = integer_linear(QUANTIZERS["token"](x), WEIGHTS["channels"](w), bias, dtype=dtype)
+    return linear_per_batch(x, w, bias, **grids, dtype=dtype), long
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("shape", "outputs"), [((70, 32), 300), ((2, 3, 48), 7), ((1, 16), 1), ((6, 5), 4)])
+def test_rows_with_their_own_ranges(
+    shape: tuple[int, ...], outputs: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, w = data(shape, dtype).to(device), nn.Parameter(data((outputs, shape[-1]), dtype, seed=1).detach().to(device))
+    for bias in (None, data((outputs,), dtype, seed=2).to(device)):
+        y, wanted = per_batch(x, w, bias, dtype)
+        assert_same_bits(y.cpu(), wanted.cpu())
+        g = inputs.random(tuple(y.shape), seed=3).to(dtype).to(device)
+        leaves = [x, w] if bias is None else [x, w, bias]
+        alone = [torch.autograd.grad(y, leaf, g, retain_graph=True)[0] for leaf in leaves]
+        gradients, eps = torch.autograd.grad(wanted, leaves, g), torch.finfo(dtype).eps
+        for found in (alone, torch.autograd.grad(y, leaves, g)):
+            for got, gradient in zip(found, gradients, strict=True):
+                torch.testing.assert_close(got, gradient, rtol=8 * eps, atol=64 * eps)
+
+
+def test_rows_with_their_own_ranges_in_another_dtype(device: torch.device) -> None:
+    """As under autocast, where only the product is narrow."""
+    x, w = data((40, 32)).to(device), nn.Parameter(data((8, 32), seed=1).detach().to(device))
+    y, wanted = per_batch(x, w, bias := data((8,), seed=2).to(device), torch.bfloat16)
+    assert_same_bits(y.cpu(), wanted.cpu())
+    g = torch.ones((), dtype=torch.bfloat16, device=device).expand_as(y)
+    pairs = zip(*(torch.autograd.grad(found, [x, w, bias], g) for found in (y, wanted)), strict=True)
+    for found, gradient in pairs:
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, gradient, rtol=2**-6, atol=2**-6)
+
+
+def test_rows_with_their_own_ranges_know_nan(device: torch.device) -> None:
+    x, w = data((6, 32)).detach().to(device), nn.Parameter(data((8, 32), seed=1).detach().to(device))
+    x[1, 2], x[3, 4] = float("nan"), float("inf")
+    y, wanted = per_batch(x, w, None, torch.float32)
+    assert y[1].isnan().all()
+    assert y[[0, 2, 3, 4, 5]].isfinite().all()
+    assert_same_bits(y.cpu(), wanted.cpu())
+
+
+def test_rows_with_their_own_ranges_have_second_derivatives(device: torch.device) -> None:
+    x, w = data((6, 16)).to(device), nn.Parameter(data((4, 16), seed=1).detach().to(device))
+    found = []
+    for y in per_batch(x, w, None, torch.float32):
+        first = torch.autograd.grad(y.square().sum(), [x, w], create_graph=True)
+        found.append(torch.autograd.grad(sum(part.square().sum() for part in first), [x, w]))
+    for got, wanted in zip(*found, strict=True):
+        assert wanted.any()
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_rows_with_their_own_ranges_keep_codes_alone(device: torch.device) -> None:
+    x, w = data((64, 96)).to(device), nn.Parameter(data((32, 96), seed=1).detach().to(device))
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        linear_per_batch(x, w, x_grid=Grid(8), w_grid=NARROW, dtype=torch.float32)
+    assert sum(kept.values()) == (64 + 32) * (96 + 4)

@@ -41,7 +41,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         arguments = [*tensors, *self.arguments]
         types, constants, aligned = {}, {}, {}
         for index, (parameter, value) in enumerate(zip(self.function.params, arguments, strict=True)):
-            if value is None or parameter.is_constexpr:
+            if value is None or (type(value) is int and value == 1) or parameter.is_constexpr:
                 types[parameter.name], constants[parameter.name] = "constexpr", value
             elif isinstance(value, Tensor):
                 types[parameter.name], aligned[index,] = POINTERS[value.dtype], [["tt.divisibility", 16]]
@@ -139,3 +139,18 @@ def test_products(columns: int, dtype: torch.dtype, compiled: list[str]) -> None
     triton_products.scaled_product(q_x, q_w, *scales, None, None, bias, dtype)
     triton_products.scaled_product(q_x, q_w, scales[0][0], scales[1], ZERO, sums, None, dtype)
     assert compiled == ["_product", "_product"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "inner", "outputs"), [(512, 256, 256), (500, 272, 250), (1, 16, 1)])
+def test_a_linear_step(rows: int, inner: int, outputs: int, dtype: torch.dtype, compiled: list[str]) -> None:
+    from lowbit.kernels import triton_linear
+
+    step = triton_linear.LinearStep(rows, outputs, inner, Grid(8), Grid(8), dtype, torch.device("cpu"))
+    bias = torch.ones(outputs, dtype=dtype)
+    y, *codes = step.forward(torch.ones(rows, inner, dtype=dtype), torch.ones(outputs, inner, dtype=dtype), bias)
+    for of_x, of_w, given in ((True, True, dtype), (True, False, None), (False, False, dtype)):
+        x, w, db = step.backward(y, *codes, of_x, of_w, given)
+        assert (x is not None, w is not None, db is not None) == (of_x, of_w, given is not None)
+    decoding = ["_decode_operands", "_add_sums", "_decode_operands", "_decode_operands", "_add_sums"]
+    assert compiled == ["_code_operands", "_product", *decoding]

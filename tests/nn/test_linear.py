@@ -35,15 +35,18 @@ PRESETS = ("w8a8", "w8a8_dynamic", "ternary")
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Layers of any size multiply codes; the shapes of what came out."""
     seen: list[tuple[int, ...]] = []
-    inner = linear.integer_linear
 
-    def watched(*args: Any, **options: Any) -> Tensor:
-        y = inner(*args, **options)
-        seen.append(tuple(y.shape))
-        return y
+    def watch(inner: Any) -> Any:
+        def watched(*args: Any, **options: Any) -> Tensor:
+            y = inner(*args, **options)
+            seen.append(tuple(y.shape))
+            return y
+
+        return watched
 
     monkeypatch.setattr(linear, "_LEAST", {"cpu": 0})
-    monkeypatch.setattr(linear, "integer_linear", watched)
+    for name in ("integer_linear", "linear_per_batch"):
+        monkeypatch.setattr(linear, name, watch(getattr(linear, name)))
     return seen
 
 
@@ -474,3 +477,11 @@ def test_fixed_parameters_that_change_before_the_backward(products: list[tuple[i
         found.append(model.weight.grad)
     assert_same_bits(*found)
     assert len(products) == 2
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rows_of_another_width_are_torchs_error(preset: str, products: list[tuple[int, ...]]) -> None:
+    layer = lowbit.prepare(nn.Linear(16, 8), lowbit.recipes.presets()[preset](), torch.randn(4, 16)).train()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.randn(4, 32))
+    assert not products

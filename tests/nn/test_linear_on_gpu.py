@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     # what torch says, once, where a product is the first thing that its backward thread does
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+    # and where it compiles one of float32
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 
 PRESETS = ("w8a8", "w8a8_dynamic", "ternary")
@@ -140,3 +142,16 @@ def test_compiled_it_is_the_same(preset: str) -> None:
     for got, want in zip(steps(twin, batches), steps(model, batches), strict=True):
         # Sums come in another order, so that a few values come to the code beside.
         assert float((got - want).double().norm() / want.double().norm()) < 1e-2
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rows_of_another_width_are_torchs_error(preset: str) -> None:
+    layer = prepared(nn.Linear(64, 48), preset, torch.bfloat16, 64)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.randn(40, 32, device="cuda", dtype=torch.bfloat16))
+
+
+def test_a_step_by_own_ranges_is_one_node() -> None:
+    """w8a8_dynamic's linear layers code both operands in one launch."""
+    layer = prepared(nn.Linear(64, 48), "w8a8_dynamic", torch.bfloat16, 64)
+    assert type(layer(torch.randn(40, 64, device="cuda").bfloat16()).grad_fn).__name__ == "_LinearPerBatchBackward"

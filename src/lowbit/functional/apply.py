@@ -23,9 +23,12 @@ def apply(function: Function, *args: Any, settled: Function | None = None) -> An
             "torch.compile of torch.func.grad differentiates the forward of an autograd Function and never calls its "
             "backward, so that every rounding has gradient 0; compile the loss and call torch.func.grad outside"
         )
-    if is_traced(*args):
-        return function.apply(*args)
-    return super(torch.autograd.Function, settled or function).apply(*args)  # type: ignore[misc]
+    return function.apply(*args) if is_traced(*args) else apply_plain(settled or function, *args)
+
+
+def apply_plain(function: Function, *args: Any) -> Any:
+    """The same where it is known that nothing is traced"""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 @at_trace_time

@@ -8,13 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowbit.functional.apply import apply
+from lowbit.functional.apply import apply, apply_plain
 from lowbit.functional.check import check_params
 from lowbit.functional.statistics import params_from_data
 from lowbit.granularity import Granularity, PerChannel, PerTensor, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import plan
-from lowbit.kernels.products import code_rows, code_weights, scaled_product, select
+from lowbit.kernels.products import (
+    LinearStep,
+    code_rows,
+    code_weights,
+    column_sums,
+    linear_step,
+    scaled_product,
+    select,
+)
 from lowbit.ste import SteKind
 
 # Of rows up to this long, every sum of products of codes fits 32 bits.
@@ -150,16 +158,70 @@ class _Linear(torch.autograd.Function):
         x_carrier, w_carrier = ctx.carriers
         x = Coded(x_carrier, q_x, x_scale, zero_point, ctx.pers[0])
         w = Coded(w_carrier, q_w, w_scale, None, ctx.pers[1])
-        wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
-        g = grad_output.reshape(-1, grad_output.shape[-1])
-        dx = dw = db = None
-        if wants_x:
-            dx = (g @ w.values(ctx.dtype)).view(x.q.shape).to(x_carrier.dtype)
-        if wants_w:
-            dw = (g.t() @ x.values(ctx.dtype).reshape(-1, x.q.shape[-1])).to(w_carrier.dtype)
-        if wants_bias:
-            db = g.sum(0).to(ctx.bias_dtype)
-        return dx, dw, db, *[None] * 8
+        return *_gradients(ctx, grad_output, x, w), *[None] * 8
+
+
+class _LinearPerBatch(torch.autograd.Function):
+    """The same of x and w with the scales of their own rows, both coded here, by a backend's LinearStep"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_carrier: Tensor, w: Tensor, bias: Tensor | None, step_and_x: tuple[LinearStep, Tensor]
+    ) -> Tensor:
+        ctx.step, x = step_and_x
+        ctx.dtype, ctx.bias_dtype = ctx.step.dtype, None if bias is None else bias.dtype
+        ctx.carriers = x_carrier, w
+        y, *codes = ctx.step.forward(x, w, bias)
+        ctx.save_for_backward(*codes)
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0])) if x.dim() != 2 else y  # noqa: SLF001
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        q, scale = ctx.saved_tensors
+        x, w = ctx.carriers
+        if torch.is_grad_enabled() or plan.is_traced(grad_output):
+            rows = ctx.step.rows
+            x = Coded(x, q[:rows].view(x.shape), scale[:rows].view(x.shape[:-1]), None, PerToken())
+            w = Coded(w, q[rows:], scale[rows:], None, PerChannel(0))
+            return *_gradients(ctx, grad_output, x, w), None
+        wants_x, wants_w, wants_bias, _ = ctx.needs_input_grad
+        g = (grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, w.shape[0])).contiguous()
+        bias_dtype = ctx.bias_dtype if wants_bias else None
+        x_values, w_values, db = ctx.step.backward(g, q, scale, wants_w, wants_x, bias_dtype)
+        dx = None if w_values is None else _shaped(g @ w_values, x)
+        del w_values
+        return dx, None if x_values is None else _shaped(g.t() @ x_values, w), db, None
+
+
+def _shaped(gradient: Tensor, like: Tensor) -> Tensor:
+    """In the shape and dtype of another: without a call of torch's where it has them"""
+    gradient = gradient if like.dim() == 2 else gradient.view(like.shape)
+    return gradient if gradient.dtype == like.dtype else gradient.to(like.dtype)
+
+
+def _gradients(ctx: Any, grad_output: Tensor, x: Coded, w: Coded) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
+    g = grad_output.reshape(-1, grad_output.shape[-1])
+    dx = dw = db = None
+    if wants_x:
+        dx = (g @ w.values(ctx.dtype)).view(x.q.shape).to(x.carrier.dtype)
+    if wants_w:
+        dw = (g.t() @ x.values(ctx.dtype).reshape(-1, x.q.shape[-1])).to(w.carrier.dtype)
+    if wants_bias:
+        db = column_sums(g, ctx.bias_dtype)
+    return dx, dw, db
+
+
+class _Carry(torch.autograd.Function):
+    """A carrier of x;  dx = g"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _carrier(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
 
 
 def _by_row(values: Tensor) -> Tensor:
@@ -230,4 +292,22 @@ def integer_linear(x: Coded, w: Coded, bias: Tensor | None = None, *, dtype: tor
         raise ValueError(f"rows of {x.q.shape[-1]} codes may have sums beyond 32 bits; the most is {LONGEST_ROW}")
     codes = x.q, x.scale, x.zero_point, x.per, w.q, w.scale, w.per
     y: Tensor = apply(_Linear, x.carrier, w.carrier, bias, dtype or x.carrier.dtype, *codes)
+    return y
+
+
+def linear_per_batch(
+    x: Tensor, w: nn.Parameter, bias: Tensor | None = None, *, x_grid: Grid, w_grid: Grid, dtype: torch.dtype
+) -> Tensor:
+    """integer_linear of x and w with a symmetric scale for each row, of that row's own range
+
+    On a GPU with fewer launches, and one node of autograd less. The tensors are plain, unless they are compiled.
+    """
+    step = None if torch.compiler.is_compiling() else linear_step(x, w, x_grid, w_grid, dtype)
+    if step is None:
+        coded_x = code_per_batch(x, grid=x_grid, per=PerToken(), symmetric=True)
+        coded_w = code_per_batch(w, grid=w_grid, per=PerChannel(0), symmetric=True)
+        return integer_linear(coded_x, coded_w, bias, dtype=dtype)
+    x = x.contiguous()
+    carrier = apply_plain(_Carry, x) if x.requires_grad else _carrier(x)
+    y: Tensor = apply_plain(_LinearPerBatch, carrier, w, None if bias is None else bias.contiguous(), (step, x))
     return y

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -126,6 +126,42 @@ _opaque_product = torch.library.custom_op("lowbit::scaled_product", scaled_produ
 @_opaque_product.register_fake
 def _(q_x: Tensor, q_w: Tensor, *_: Any, dtype: torch.dtype) -> Tensor:
     return q_x.new_empty((q_x.shape[0], q_w.shape[0]), dtype=dtype)
+
+
+def column_sums(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_m g[m, n] in this dtype, added up in float32 (float64 for float64)"""
+    if plan.is_traced(g) or torch.is_grad_enabled() or g.dtype == torch.float64 or not plan.runs("triton", g):
+        return g.sum(0).to(dtype)
+    from lowbit.kernels import triton_linear  # half a second, which only users of a GPU should spend
+
+    return triton_linear.column_sums(*g.shape, g.device).run(g.contiguous(), dtype)
+
+
+class LinearStep(Protocol):
+    """A step of a linear layer whose operands have symmetric scales for each row, of the row's own range"""
+
+    rows: int
+    dtype: torch.dtype
+
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """y = float(sum_k q_x * q_w) * (s_x * s_w) + b; q, the codes of x and then of w, row by row; their scales"""
+
+    def backward(
+        self, g: Tensor, q: Tensor, scale: Tensor, of_x: bool, of_w: bool, bias: torch.dtype | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The values of x and of w, as far as they are asked for; and the sums of g's columns, in a bias's dtype"""
+
+
+def linear_step(x: Tensor, w: Tensor, x_grid: Grid, w_grid: Grid, dtype: torch.dtype) -> LinearStep | None:
+    """The step for such operands, of contiguous rows; None where no backend has one"""
+    outputs, inner = w.shape
+    if not plan.runs("triton", x) or not (w.is_contiguous() and w.numel()) or torch.float64 in (x.dtype, w.dtype):
+        return None
+    from lowbit.kernels import triton_linear  # half a second, which only users of a GPU should spend
+
+    if triton_linear.refusal(inner, x.device):
+        return None
+    return triton_linear.linear_step(x.numel() // inner, outputs, inner, x_grid, w_grid, dtype, x.device)
 
 
 def code_rows(

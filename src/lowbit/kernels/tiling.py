@@ -101,7 +101,7 @@ def _by_row(layout: Layout, elements: int, tile: int, *, reduces: bool, whole_ro
     # One channel: the group does not depend on inner (see Layout), and the longest run is the period.
     columns = layout.period if layout.channels == 1 else layout.inner
     rows, period = elements // columns, layout.period // columns
-    block_columns = triton.next_power_of_2(columns) if whole_rows else _block(columns, tile)
+    block_columns = triton.next_power_of_2(columns) if whole_rows else block_of(columns, tile)
     block_rows = min(max(tile // block_columns, 1), triton.next_power_of_2(rows))
     tiles = -(-columns // block_columns)
     steps = _steps(tiles * -(-rows // block_rows), tiles) if reduces else 1
@@ -132,7 +132,7 @@ def _by_column(layout: Layout, elements: int, tile: int, *, reduces: bool) -> Ti
     while rows % 2 == 0 and (width * repeats < COLUMN_BLOCK or (width * repeats % 16 and repeats < 16)):
         rows, repeats = rows // 2, repeats * 2
     columns, outer = width * repeats, elements // layout.period
-    block_columns = _block(columns, min(tile, COLUMN_BLOCK))
+    block_columns = block_of(columns, min(tile, COLUMN_BLOCK))
     block_rows = min(tile // block_columns, triton.next_power_of_2(rows))
     while block_rows > 1 and block_rows * columns >= 1 << 31:
         block_rows //= 2
@@ -156,7 +156,7 @@ def _by_column(layout: Layout, elements: int, tile: int, *, reduces: bool) -> Ti
     )
 
 
-def _block(size: int, most: int) -> int:
+def block_of(size: int, most: int) -> int:
     """The largest power of two up to ``most`` that pads ``size`` by no more than an eighth, else the least padding."""
     block = min(most, triton.next_power_of_2(size))
     candidates = [block >> shift for shift in range(block.bit_length()) if block >> shift >= min(block, 32)]

@@ -64,7 +64,12 @@ def _product(
     described: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr,
     together: tl.constexpr, programs: tl.constexpr, fixed_turns: tl.constexpr, fixed_steps: tl.constexpr,
 ):  # fmt: skip
-    """y = float(sum_k x * w - z * sum_k w) * (s_x * s_w) + b; a program takes every ``programs``-th tile"""
+    """y = float(sum_k x * w - z * sum_k w) * (s_x * s_w) + b; a program takes every ``programs``-th tile
+
+    Without a pointer to w, its rows and their scales come after those of x.
+    """
+    if w_ptr is None:
+        w_ptr, w_scale_ptr = x_ptr + tl.cast(rows, tl.int64) * inner, x_scale_ptr + rows
     x = tl.make_tensor_descriptor(x_ptr, [rows, inner], [inner, 1], [block_rows, block_inner])
     w = tl.make_tensor_descriptor(w_ptr, [columns, inner], [inner, 1], [block_columns, block_inner])
     if described:
@@ -128,19 +133,24 @@ def scaled_product(
     (rows, inner), columns = q_x.shape, q_w.shape[0]
     y = torch.empty((rows, columns), dtype=dtype, device=q_x.device)
     zero_point = None if zero_point is None else zero_point.to(torch.int32).contiguous()
-    launch = _launch(
+    launch = product_launch(
         *(rows, columns, inner),
         *(x_scale.dim() > 0, zero_point is not None and zero_point.dim() > 0, w_scale.dim() > 0),
         *(x_scale.dtype, dtype, q_x.device),
     )
     tensors = q_x.contiguous(), q_w.contiguous(), y, x_scale.contiguous(), w_scale.contiguous()
-    triton.set_allocator(_allocate)
-    launch(*tensors, zero_point, column_sums, bias)
+    run_product(launch, *tensors, zero_point, column_sums, bias)
     return y
 
 
+def run_product(launch: Launch, *tensors: Tensor | None) -> None:
+    """A launch of the product, with all the tensors that it takes"""
+    triton.set_allocator(_allocate)
+    launch(*tensors)
+
+
 @lru_cache(maxsize=4096)
-def _launch(
+def product_launch(
     rows: int,
     columns: int,
     inner: int,
@@ -151,6 +161,7 @@ def _launch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Launch:
+    """The product's launch; zero points and scales are one number, or one for each row or column."""
     programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     described = columns * dtype.itemsize % _ALIGNED == 0
     blocks, fixed = TILES[dtype.itemsize], (0, 0)

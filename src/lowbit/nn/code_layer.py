@@ -57,12 +57,15 @@ class CodeLayer(QuantLayer):
         if self.product is None and self._may_multiply_codes(x):
             weight, bias = self._float("weight"), self._float("bias")
             if _multiplies_codes(x, weight, bias):
-                coded = self.code("input_quantizer", x), self._coded_weight(weight)
                 device = x.device.type
                 dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-                y = self.multiply(*coded, self._folded_bias(bias), dtype)
+                y = self.run_on_codes(x, weight, self._folded_bias(bias), dtype)
                 return self.quantize("output_quantizer", y)
         return super().quantized_forward(*args, **kwargs)
+
+    def run_on_codes(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """y in this dtype, of x and the weight as they come."""
+        return self.multiply(self.code("input_quantizer", x), self._coded_weight(weight), bias, dtype)
 
     def product_refusal(self, device: torch.device | None = None) -> str:
         """Why this layer never multiplies codes in training, on this device or its own; "" where it does."""
@@ -89,7 +92,7 @@ class CodeLayer(QuantLayer):
 
     def _may_multiply_codes(self, x: Any) -> bool:
         """All that can be told without the weight, which may be computed."""
-        if not self.training or is_watched(x) or not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+        if not self.training or not isinstance(x, Tensor) or is_watched(x) or x.dtype not in _DTYPES:
             return False
         least = self.least_sums(x.device.type)
         return (
@@ -107,13 +110,15 @@ class CodeLayer(QuantLayer):
         return coded if self._norm[0].is_settled else coded.divide(factor)
 
 
-def is_watched(x: Any) -> bool:
-    """Whether a tracer wants torch's own ops, or x is no plain tensor; a compiler takes the product as it is."""
-    return is_exporting() or not is_plain(x) if torch.compiler.is_compiling() else is_traced(x)
+def is_watched(*args: Any) -> bool:
+    """Whether a tracer wants torch's own ops, or a tensor is no plain one; a compiler takes the product as it is."""
+    if not torch.compiler.is_compiling():
+        return is_traced(*args)
+    return is_exporting() or not all(is_plain(arg) for arg in args if isinstance(arg, Tensor))
 
 
 def _multiplies_codes(x: Tensor, weight: Any, bias: Tensor | None) -> bool:
-    if not isinstance(weight, Tensor) or weight.device != x.device or is_watched(weight):
+    if not isinstance(weight, Tensor) or weight.device != x.device or is_watched(weight, bias):
         return False
     dtypes = {x.dtype, weight.dtype, *([] if bias is None else [bias.dtype])}
     if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lowbit.functional.linear import Coded, integer_linear
+from lowbit.functional.linear import Coded, integer_linear, linear_per_batch
 from lowbit.granularity import PerChannel, PerTensor, PerToken
 from lowbit.kernels import products
 from lowbit.nn.code_layer import CodeLayer
@@ -29,12 +29,20 @@ class LinearLayer(CodeLayer):
         return least if least is None or not size else -(-least // size)
 
     def count_sums(self, x: Tensor) -> int:
-        return x.numel() // x.shape[-1] if x.dim() and x.shape[-1] else -1
+        return x.numel() // x.shape[-1] if x.dim() and x.shape[-1] == self.in_features > 0 else -1
 
     def own_refusal(self, device: torch.device) -> str:
         if type(self).float_class.forward is not nn.Linear.forward:
             return "the layer has a forward of its own"
         return products.refusal(device.type, device.index, self.terms)
+
+    def run_on_codes(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if isinstance(weight, nn.Parameter) and not (self._edges or self._norm or self._context.held):
+            quantizers = [self.quantizer(slot) for slot in ("input_quantizer", "weight_quantizer")]
+            if all(quantizer.takes_own_rows for quantizer in quantizers):
+                x_grid, w_grid = (quantizer.grid for quantizer in quantizers)
+                return linear_per_batch(x, weight, bias, x_grid=x_grid, w_grid=w_grid, dtype=dtype)
+        return super().run_on_codes(x, weight, bias, dtype)
 
     def multiply(self, x: Coded, w: Coded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return integer_linear(x, w, bias, dtype=dtype)
