@@ -232,21 +232,24 @@ def test_scales_of_columns_are_not_those_of_rows(device: torch.device) -> None:
     assert torch.equal(q.cpu(), wanted)
 
 
-def per_batch(x: Tensor, w: nn.Parameter, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def per_batch(
+    x: Tensor, w: nn.Parameter, bias: Tensor | None, dtype: torch.dtype, *, coded: bool = False
+) -> tuple[Tensor, Tensor]:
     """linear_per_batch, and what it is short for."""
-    grids = {"x_grid": Grid(8), "w_grid": NARROW}
     long = integer_linear(QUANTIZERS["token"](x), WEIGHTS["channels"](w), bias, dtype=dtype)
-    return linear_per_batch(x, w, bias, **grids, dtype=dtype), long
+    given = WEIGHTS["channels"](w) if coded else w
+    return linear_per_batch(x, given, bias, x_grid=Grid(8), w_grid=NARROW, dtype=dtype), long
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("shape", "outputs"), [((70, 32), 300), ((2, 3, 48), 7), ((1, 16), 1), ((6, 5), 4)])
+@pytest.mark.parametrize("coded", [False, True])
 def test_rows_with_their_own_ranges(
-    shape: tuple[int, ...], outputs: int, dtype: torch.dtype, device: torch.device
+    coded: bool, shape: tuple[int, ...], outputs: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     x, w = data(shape, dtype).to(device), nn.Parameter(data((outputs, shape[-1]), dtype, seed=1).detach().to(device))
     for bias in (None, data((outputs,), dtype, seed=2).to(device)):
-        y, wanted = per_batch(x, w, bias, dtype)
+        y, wanted = per_batch(x, w, bias, dtype, coded=coded)
         assert_same_bits(y.cpu(), wanted.cpu())
         g = inputs.random(tuple(y.shape), seed=3).to(dtype).to(device)
         leaves = [x, w] if bias is None else [x, w, bias]
@@ -281,12 +284,13 @@ def test_rows_with_their_own_ranges_know_nan(device: torch.device) -> None:
 def test_rows_with_their_own_ranges_have_second_derivatives(device: torch.device) -> None:
     x, w = data((6, 16)).to(device), nn.Parameter(data((4, 16), seed=1).detach().to(device))
     found = []
-    for y in per_batch(x, w, None, torch.float32):
+    for y in (*per_batch(x, w, None, torch.float32), per_batch(x, w, None, torch.float32, coded=True)[0]):
         first = torch.autograd.grad(y.square().sum(), [x, w], create_graph=True)
         found.append(torch.autograd.grad(sum(part.square().sum() for part in first), [x, w]))
-    for got, wanted in zip(*found, strict=True):
+    for got, wanted, coded in zip(*found, strict=True):
         assert wanted.any()
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(coded, wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_rows_with_their_own_ranges_keep_codes_alone(device: torch.device) -> None:

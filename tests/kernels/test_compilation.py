@@ -146,11 +146,14 @@ def test_products(columns: int, dtype: torch.dtype, compiled: list[str]) -> None
 def test_a_linear_step(rows: int, inner: int, outputs: int, dtype: torch.dtype, compiled: list[str]) -> None:
     from lowbit.kernels import triton_linear
 
-    step = triton_linear.LinearStep(rows, outputs, inner, Grid(8), Grid(8), dtype, torch.device("cpu"))
-    bias = torch.ones(outputs, dtype=dtype)
-    y, *codes = step.forward(torch.ones(rows, inner, dtype=dtype), torch.ones(outputs, inner, dtype=dtype), bias)
-    for of_x, of_w, given in ((True, True, dtype), (True, False, None), (False, False, dtype)):
-        x, w, db = step.backward(y, *codes, of_x, of_w, given)
-        assert (x is not None, w is not None, db is not None) == (of_x, of_w, given is not None)
+    x, w, bias = (torch.ones(shape, dtype=dtype) for shape in ((rows, inner), (outputs, inner), (outputs,)))
+    w_codes = torch.ones(outputs, inner, dtype=torch.int8), torch.ones(outputs)
+    for held in (None, w_codes):
+        grids = Grid(8), None if held else Grid(8)
+        step = triton_linear.LinearStep(rows, outputs, inner, *grids, dtype, torch.device("cpu"))
+        y, *codes = step.forward(x, w, bias, held)
+        for of_x, of_w, given in ((True, True, dtype), (True, False, None), (False, False, dtype)):
+            found = step.backward(y, [*codes, *(held or ())], of_x, of_w, given)
+            assert [part is not None for part in found] == [of_x, of_w, given is not None]
     decoding = ["_decode_operands", "_add_sums", "_decode_operands", "_decode_operands", "_add_sums"]
-    assert compiled == ["_code_operands", "_product", *decoding]
+    assert compiled == ["_code_operands", "_product", *decoding] * 2

@@ -58,6 +58,7 @@ class Trainee:
     least_snr: float | None = _EIGHT_BITS
     is_ours: bool = False
     compiled: bool = False
+    breaks: bool = False  # what it compiles is not one graph
     captured: bool = False  # as a CUDA graph
     once: bool = False  # in weights_once: on a GPU, the codes of all weights in one launch
 
@@ -91,15 +92,17 @@ class Training:
         batch: tuple[Tensor, Tensor],
         *,
         compiled: bool = False,
+        breaks: bool = False,
         regions: str = "",
         once: bool = False,
     ) -> None:
         self.model, self.inputs, self.targets = model, *batch
         self.weights = weights_once if once else nullcontext
         whole = compiled and not regions
-        self.forward = torch.compile(model, fullgraph=True, dynamic=False) if whole else model
+        options: dict[str, Any] = {"fullgraph": not breaks, "dynamic": False}
+        self.forward = torch.compile(model, **options) if whole else model
         for region in getattr(model, regions) if compiled and regions else ():
-            region.compile(fullgraph=True, dynamic=False)
+            region.compile(**options)
         self.optimizer = torch.optim.SGD(model.parameters(), _RATE, momentum=0.9)
 
     def forward_loss(self) -> tuple[Tensor, Tensor]:
@@ -127,6 +130,12 @@ class Training:
     def state(self) -> list[Tensor]:
         """A copy of all parameters."""
         return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def tensors(self) -> list[Tensor]:
+        """All that a step may change: parameters, buffers, and the optimizer's state."""
+        momenta = [value for state in self.optimizer.state.values() for value in state.values()]
+        owned = (*self.model.parameters(), *self.model.buffers(), *momenta)
+        return [tensor.detach() for tensor in owned if isinstance(tensor, Tensor)]
 
 
 def run_models(
@@ -197,7 +206,8 @@ def _check(
     with torch.no_grad():
         model(batch[0])
     twin = Training(copy.deepcopy(model), batch) if trainee.compiled else None
-    training = Training(model, batch, compiled=trainee.compiled, regions=network.regions, once=trainee.once)
+    options = {"compiled": trainee.compiled, "breaks": trainee.breaks, "once": trainee.once}
+    training = Training(model, batch, regions=network.regions, **options)
     logits, loss = training.forward_loss()
     problems = []
     if trainee.name != FLOAT:
@@ -223,12 +233,15 @@ def _check(
 
 def _capture(row: ModelRow, training: Training) -> None:
     """Capture the step, and compare what a replay makes of the parameters with what the step makes of them."""
-    before, twin = training.state(), copy.deepcopy(training)
+    moves, before = [], [tensor.clone() for tensor in training.tensors()]
     training.capture()
-    training.replay()
-    twin.step()
-    wanted = [after - start for after, start in zip(twin.state(), before, strict=True)]
-    found = [after - start for after, start in zip(training.state(), before, strict=True)]
+    for step in (training.replay, training.step):
+        for tensor, start in zip(training.tensors(), before, strict=True):
+            tensor.copy_(start)
+        first = training.state()
+        step()
+        moves.append([after - start for after, start in zip(training.state(), first, strict=True)])
+    found, wanted = moves
     missed = [a - b for a, b in zip(found, wanted, strict=True)]
     error, size = (sum(float(part.double().square().sum()) for part in parts) for parts in (missed, wanted))
     if not error <= 1e-2 * size:
@@ -409,6 +422,16 @@ TRAINEES = (
     Trainee("float captured", _float, least_snr=_SAME, captured=True),
     Trainee("lowbit w8a8_dynamic captured", _lowbit(recipes.w8a8_dynamic), is_ours=True, captured=True),
     Trainee("lowbit linear only captured", _lowbit(_linear_only), is_ours=True, captured=True),
+    Trainee("float compiled, captured", _float, least_snr=_SAME, compiled=True, captured=True),
+    Trainee(
+        "lowbit w8a8_dynamic compiled, captured",
+        _lowbit(recipes.w8a8_dynamic),
+        is_ours=True,
+        compiled=True,
+        captured=True,
+    ),
+    Trainee("lowbit linear only compiled, captured", _lowbit(_linear_only), is_ours=True, compiled=True, captured=True),
     Trainee("torchao", _torchao),
+    Trainee("torchao compiled", _torchao, compiled=True, breaks=True),
     Trainee("brevitas", _brevitas),
 )

@@ -162,32 +162,35 @@ class _Linear(torch.autograd.Function):
 
 
 class _LinearPerBatch(torch.autograd.Function):
-    """The same of x and w with the scales of their own rows, both coded here, by a backend's LinearStep"""
+    """The same of x and w with the scales of their own rows, coded here, by a backend's LinearStep"""
 
     @staticmethod
     def forward(
-        ctx: Any, x_carrier: Tensor, w: Tensor, bias: Tensor | None, step_and_x: tuple[LinearStep, Tensor]
+        ctx: Any,
+        x_carrier: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        rest: tuple[LinearStep, Tensor, tuple[Tensor, Tensor] | None],
     ) -> Tensor:
-        ctx.step, x = step_and_x
+        ctx.step, x, w_codes = rest
         ctx.dtype, ctx.bias_dtype = ctx.step.dtype, None if bias is None else bias.dtype
         ctx.carriers = x_carrier, w
-        y, *codes = ctx.step.forward(x, w, bias)
-        ctx.save_for_backward(*codes)
-        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0])) if x.dim() != 2 else y  # noqa: SLF001
+        y, *codes = ctx.step.forward(x, w, bias, w_codes)
+        ctx.save_for_backward(*codes, *(w_codes or ()))
+        return y if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))  # noqa: SLF001
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        q, scale = ctx.saved_tensors
-        x, w = ctx.carriers
+        codes, (x, w) = ctx.saved_tensors, ctx.carriers
         if torch.is_grad_enabled() or plan.is_traced(grad_output):
-            rows = ctx.step.rows
+            (q, scale), rows = codes[:2], ctx.step.rows
+            w_q, w_scale = codes[2:] or (q[rows:], scale[rows:])
             x = Coded(x, q[:rows].view(x.shape), scale[:rows].view(x.shape[:-1]), None, PerToken())
-            w = Coded(w, q[rows:], scale[rows:], None, PerChannel(0))
-            return *_gradients(ctx, grad_output, x, w), None
+            return *_gradients(ctx, grad_output, x, Coded(w, w_q, w_scale, None, PerChannel(0))), None
         wants_x, wants_w, wants_bias, _ = ctx.needs_input_grad
         g = (grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, w.shape[0])).contiguous()
         bias_dtype = ctx.bias_dtype if wants_bias else None
-        x_values, w_values, db = ctx.step.backward(g, q, scale, wants_w, wants_x, bias_dtype)
+        x_values, w_values, db = ctx.step.backward(g, codes, wants_w, wants_x, bias_dtype)
         dx = None if w_values is None else _shaped(g @ w_values, x)
         del w_values
         return dx, None if x_values is None else _shaped(g.t() @ x_values, w), db, None
@@ -249,8 +252,9 @@ def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per
             return coded.move(-1, 1)
     x = x.contiguous()
     if not grid.fits_int8:
-        shift = torch.full((), 128, dtype=torch.int32, device=x.device)
-        zero_point, grid = -shift if zero_point is None else zero_point - shift, Grid(8)
+        if zero_point is None:
+            zero_point = torch.zeros((), dtype=torch.int32, device=x.device)
+        zero_point, grid = zero_point - 128, Grid(8)
     points = None if zero_point is None else zero_point.expand(scale.shape)
     carrier, q, marked = apply(_Code, x, scale, points, grid, per, ste)
     if marked is not None:
@@ -296,18 +300,21 @@ def integer_linear(x: Coded, w: Coded, bias: Tensor | None = None, *, dtype: tor
 
 
 def linear_per_batch(
-    x: Tensor, w: nn.Parameter, bias: Tensor | None = None, *, x_grid: Grid, w_grid: Grid, dtype: torch.dtype
+    x: Tensor, w: nn.Parameter | Coded, bias: Tensor | None = None, *, x_grid: Grid, w_grid: Grid, dtype: torch.dtype
 ) -> Tensor:
-    """integer_linear of x and w with a symmetric scale for each row, of that row's own range
+    """integer_linear of x and w with a symmetric scale for each row, of that row's own range, if w is not coded yet
 
     On a GPU with fewer launches, and one node of autograd less. The tensors are plain, unless they are compiled.
     """
-    step = None if torch.compiler.is_compiling() else linear_step(x, w, x_grid, w_grid, dtype)
+    weight, codes, grid = (w.carrier, (w.q, w.scale), None) if isinstance(w, Coded) else (w, None, w_grid)
+    step = None if torch.compiler.is_compiling() else linear_step(x, weight, x_grid, grid, dtype)
     if step is None:
         coded_x = code_per_batch(x, grid=x_grid, per=PerToken(), symmetric=True)
-        coded_w = code_per_batch(w, grid=w_grid, per=PerChannel(0), symmetric=True)
-        return integer_linear(coded_x, coded_w, bias, dtype=dtype)
+        if not isinstance(w, Coded):
+            w = code_per_batch(w, grid=w_grid, per=PerChannel(0), symmetric=True)
+        return integer_linear(coded_x, w, bias, dtype=dtype)
     x = x.contiguous()
     carrier = apply_plain(_Carry, x) if x.requires_grad else _carrier(x)
-    y: Tensor = apply_plain(_LinearPerBatch, carrier, w, None if bias is None else bias.contiguous(), (step, x))
+    bias = None if bias is None else bias.contiguous()
+    y: Tensor = apply_plain(_LinearPerBatch, carrier, weight, bias, (step, x, codes))
     return y

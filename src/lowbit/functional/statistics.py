@@ -44,12 +44,12 @@ def count_finite(x: Tensor, per: Granularity) -> Tensor:
 
 
 @torch.no_grad()
-def blend(batch: tuple[Tensor, ...], state: list[Tensor], decay: float, grid: Grid) -> tuple[Tensor, ...]:
-    """The state of an EMA after a batch: scale and initialized; affine: low, high, scale, zero point, initialized"""
+def blend_into(state: list[Tensor], batch: tuple[Tensor, ...], decay: float, grid: Grid) -> None:
+    """Take a batch into an EMA's state: scale and initialized; affine: low, high, scale, zero point, initialized"""
     op = "ema_scale" if len(batch) == 1 else "ema_range"
     if state[0].dtype == torch.float64:  # a module moved to double
         batch = tuple(value.double() for value in batch)
-    return plan.run(op, batch[0], *batch, *state, decay, grid=grid)
+    plan.run_into(state, op, batch[0], *batch, *state, decay, grid=grid)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_double, c_int, c_int32, c_int64, c_void_p
 from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -435,15 +435,15 @@ def _gradient_bits(signature: Signature) -> Callable[..., Tensor]:
     return gradient_bits
 
 
-def _ema(signature: Signature) -> Callable[..., tuple[Tensor, ...]]:
-    """(what the batch says, the state, decay) -> the state, new"""
+def _ema(signature: Signature) -> Callable[..., Sequence[Tensor]]:
+    """(what the batch says, the state, decay, *, into=None) -> the state, new, in memory of its own or in this"""
     elements, grid, library = math.prod(signature.shape), signature.grid, loaded()
     batch, run = (1, library.ema_scale) if signature.op == "ema_scale" else (2, library.ema_range)
 
-    def ema(*args: Any) -> tuple[Tensor, ...]:
+    def ema(*args: Any, into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
         *tensors, decay = args
         inputs = [tensor.contiguous() for tensor in tensors]
-        results = tuple(torch.empty_like(tensor) for tensor in inputs[batch:])
+        results = tuple(torch.empty_like(tensor) for tensor in inputs[batch:]) if into is None else into
         addresses = [tensor.data_ptr() for tensor in (*inputs, *results)]
         run(elements, grid.quant_min, grid.quant_max, decay, 1 - decay, *addresses)
         return results

@@ -257,6 +257,19 @@ def run(
     return plan.run(*args, **options)
 
 
+def run_into(results: Sequence[Tensor], op: str, like: Tensor, *args: Any, grid: Grid) -> None:
+    """What ``run`` gives of an EMA's state, in tensors that are there: by a kernel that writes them, or copied"""
+    if not is_traced(*args) and all(result.is_contiguous() for result in results):
+        records = grid, PerTensor(), SteKind.CLIPPED_IDENTITY
+        plan = _select(op, like.shape, like.stride(), like.dtype, like.device, *records, _candidates)
+        if plan.backend != "reference":
+            plan.run(*args, into=results)
+            torch.autograd.graph.increment_version(results)
+            return
+    for held, new in zip(results, run(op, like, *args, grid=grid), strict=True):
+        held.copy_(new)
+
+
 def runs(backend: str, tensor: Tensor) -> bool:
     """Whether this backend runs on a tensor, for what is no op of a plan."""
     fits = _candidates is not _ALL or _BACKENDS[backend] == tensor.device.type

@@ -69,9 +69,11 @@ def _int_mm_on_gpu(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _row_sums(q: Tensor) -> Tensor:
-    """sum_k q[n, k] in int32; on a GPU as a product, since its sum would make a copy in int32 first"""
-    if q.is_cuda:
-        return int_mm(q, q.new_ones((q.shape[1], 8)))[:, 0].contiguous()
+    """sum_k q[n, k] in int32; torch would make a copy in int32 first on a GPU"""
+    if plan.runs("triton", q):
+        from lowbit.kernels import triton_products  # half a second, which only users of a GPU should spend
+
+        return triton_products.row_sums(q)
     return q.sum(1, dtype=torch.int32)
 
 
@@ -138,22 +140,27 @@ def column_sums(g: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class LinearStep(Protocol):
-    """A step of a linear layer whose operands have symmetric scales for each row, of the row's own range"""
+    """A step of a linear layer whose operands have symmetric scales for each row, of the row's own range
+
+    Codes are those of x and then of w, row by row, and so are their scales; unless w was coded before.
+    """
 
     rows: int
     dtype: torch.dtype
 
-    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """y = float(sum_k q_x * q_w) * (s_x * s_w) + b; q, the codes of x and then of w, row by row; their scales"""
+    def forward(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, w_codes: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """y = float(sum_k q_x * q_w) * (s_x * s_w) + b; the codes, and their scales"""
 
     def backward(
-        self, g: Tensor, q: Tensor, scale: Tensor, of_x: bool, of_w: bool, bias: torch.dtype | None
+        self, g: Tensor, codes: Sequence[Tensor], of_x: bool, of_w: bool, bias: torch.dtype | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The values of x and of w, as far as they are asked for; and the sums of g's columns, in a bias's dtype"""
 
 
-def linear_step(x: Tensor, w: Tensor, x_grid: Grid, w_grid: Grid, dtype: torch.dtype) -> LinearStep | None:
-    """The step for such operands, of contiguous rows; None where no backend has one"""
+def linear_step(x: Tensor, w: Tensor, x_grid: Grid, w_grid: Grid | None, dtype: torch.dtype) -> LinearStep | None:
+    """The step for such operands, w being coded before where it has no grid; None where no backend has one"""
     outputs, inner = w.shape
     if not plan.runs("triton", x) or not (w.is_contiguous() and w.numel()) or torch.float64 in (x.dtype, w.dtype):
         return None

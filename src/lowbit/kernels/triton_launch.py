@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -349,8 +349,8 @@ def _measure(signature: Signature, kernels: Kernels, kind: str) -> Callable[[Ten
     return run
 
 
-def _ema(signature: Signature, kernels: Kernels) -> Callable[..., tuple[Tensor, ...]]:
-    """(what the batch says, the state, decay) -> the state, new"""
+def _ema(signature: Signature, kernels: Kernels) -> Callable[..., Sequence[Tensor]]:
+    """(what the batch says, the state, decay, *, into=None) -> the state, new, in memory of its own or in this"""
     groups, grid, device = math.prod(signature.shape), signature.grid, signature.device
     symmetric = signature.op == "ema_scale"
     constants = float(grid.quant_min), float(grid.quant_max), "symmetric" if symmetric else "affine", EMA_BLOCK
@@ -359,16 +359,16 @@ def _ema(signature: Signature, kernels: Kernels) -> Callable[..., tuple[Tensor, 
     def launch(decay: float) -> Launch:
         return Launch(kernels.ema, -(-groups // EMA_BLOCK), (groups, decay, 1 - decay, *constants), 1, device)
 
-    def ema(*args: Any) -> tuple[Tensor, ...]:
-        *batch_and_state, initialized, decay = args
-        tensors = [tensor.contiguous() for tensor in (*batch_and_state, initialized.view(torch.uint8))]
-        results = [torch.empty_like(tensor) for tensor in tensors[1 if symmetric else 2 :]]
+    def ema(*args: Any, into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+        *given, decay = args
+        tensors = [_packed(tensor) for tensor in given]
+        results = [torch.empty_like(tensor) for tensor in given[1 if symmetric else 2 :]] if into is None else into
         if symmetric:
             magnitude, scale, started = tensors
             launch(decay)(magnitude, None, None, None, scale, None, started, None, None, results[0], None, results[1])
         else:
             launch(decay)(*tensors, *results)
-        return *results[:-1], results[-1].view(torch.bool)
+        return results
 
     return ema
 

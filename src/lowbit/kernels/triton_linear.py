@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
 
 import torch
@@ -46,13 +47,13 @@ def _code_operands(
     q_ptr, s_ptr, x_ptr, w_ptr, rows, outputs, columns, x_programs, x_min, x_max, w_min, w_max,
     even: tl.constexpr, fused: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
-    """The codes of the rows of x and then of w, each by its own range"""
+    """The codes of the rows of x and then of w, if there is one, each by its own range"""
     program = tl.program_id(0)
     if program < x_programs:
         _code_tile(
             x_ptr, q_ptr, s_ptr, program, rows, columns, even, x_min, x_max, fused, block_rows, block_columns
         )  # fmt: skip
-    else:
+    elif w_ptr is not None:
         q_ptr += tl.cast(rows, tl.int64) * columns
         _code_tile(
             w_ptr, q_ptr, s_ptr + rows, program - x_programs, outputs, columns, even, w_min, w_max, fused,
@@ -89,11 +90,17 @@ def _sum_tiles(
 
 @triton.jit
 def _decode_operands(
-    x_ptr, w_ptr, sums_ptr, q_ptr, s_ptr, g_ptr, rows, outputs, columns, tiles, x_programs, across, sum_programs,
+    x_ptr, w_ptr, sums_ptr, q_ptr, s_ptr, w_q_ptr, w_s_ptr, g_ptr,
+    rows, outputs, columns, tiles, x_programs, across, sum_programs,
     block_rows: tl.constexpr, block_columns: tl.constexpr,
     steps: tl.constexpr, sum_rows: tl.constexpr, sum_columns: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """The sums of g's columns, each over ``steps`` tiles of rows; x and w = q * s; as far as there are pointers"""
+    """The sums of g's columns, each over ``steps`` tiles of rows; x and w = q * s; as far as there are pointers
+
+    Without pointers to the codes and scales of w, they come after those of x.
+    """
+    if w_ptr is not None and w_q_ptr is None:
+        w_q_ptr, w_s_ptr = q_ptr + tl.cast(rows, tl.int64) * columns, s_ptr + rows
     program = tl.program_id(0)
     if program < sum_programs:
         if sums_ptr is not None:
@@ -105,8 +112,8 @@ def _decode_operands(
             _decode_tile(x_ptr, q_ptr, s_ptr, tile, tiles, rows, columns, block_rows, block_columns)
     else:
         if w_ptr is not None:
-            tile, q_ptr = program - sum_programs - x_programs, q_ptr + tl.cast(rows, tl.int64) * columns
-            _decode_tile(w_ptr, q_ptr, s_ptr + rows, tile, tiles, outputs, columns, block_rows, block_columns)
+            tile = program - sum_programs - x_programs
+            _decode_tile(w_ptr, w_q_ptr, w_s_ptr, tile, tiles, outputs, columns, block_rows, block_columns)
 
 
 @triton.jit
@@ -122,7 +129,8 @@ def _add_sums(total_ptr, sums_ptr, chunks, outputs, block: tl.constexpr, width: 
 class LinearStep:
     """The launches of a step, for x of rows x inner and w of outputs x inner, with results in ``dtype``
 
-    Codes and scales are those of the rows of x, and then of w: q [rows + outputs, inner], scale [rows + outputs].
+    Codes and scales are those of the rows of x, and then of w: q [rows + outputs, inner], scale [rows + outputs];
+    unless w was coded before.
     """
 
     def __init__(
@@ -131,16 +139,17 @@ class LinearStep:
         outputs: int,
         inner: int,
         x_grid: Grid,
-        w_grid: Grid,
+        w_grid: Grid | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.rows, self.outputs, self.inner, self.dtype, self.device = rows, outputs, inner, dtype, device
+        self._coded_rows = rows + (0 if w_grid is None else outputs)
         block_columns = triton.next_power_of_2(inner)
         block_rows = max(1, CODE_TILE // block_columns)
-        programs = [triton.cdiv(size, block_rows) for size in (rows, outputs)]
+        programs = [triton.cdiv(size, block_rows) for size in (rows, self._coded_rows - rows)]
         even = block_columns == inner and rows % block_rows == outputs % block_rows == 0
-        ends = (float(end) for grid in (x_grid, w_grid) for end in (grid.quant_min, grid.quant_max))
+        ends = (float(end) for grid in (x_grid, w_grid or x_grid) for end in (grid.quant_min, grid.quant_max))
         numbers = rows, outputs, inner, programs[0], *ends, even, not knobs.runtime.interpret
         warps = max(1, block_rows * block_columns // 1024)
         self._code = Launch(_code_operands, sum(programs), (*numbers, block_rows, block_columns), warps, device)
@@ -148,17 +157,20 @@ class LinearStep:
         self._decode: dict[tuple[bool, bool, bool], Launch] = {}
         self._sums = ColumnSums(rows, outputs, device)
 
-    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, w: Tensor | None, bias: Tensor | None, w_codes: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """y = float(sum_k q_x * q_w) * (s_x * s_w) + b; the codes, and their scales"""
-        q = torch.empty((self.rows + self.outputs, self.inner), dtype=torch.int8, device=self.device)
-        scale = torch.empty(self.rows + self.outputs, dtype=torch.float32, device=self.device)
-        self._code(q, scale, x, w)
+        q = torch.empty((self._coded_rows, self.inner), dtype=torch.int8, device=self.device)
+        scale = torch.empty(self._coded_rows, dtype=torch.float32, device=self.device)
+        w_q, w_scale = w_codes or (None, None)
+        self._code(q, scale, x, w if w_codes is None else None)
         y = torch.empty((self.rows, self.outputs), dtype=self.dtype, device=self.device)
-        run_product(self._product, q, None, y, scale, None, None, None, bias)
+        run_product(self._product, q, w_q, y, scale, w_scale, None, None, bias)
         return y, q, scale
 
     def backward(
-        self, g: Tensor, q: Tensor, scale: Tensor, of_x: bool, of_w: bool, bias: torch.dtype | None
+        self, g: Tensor, codes: Sequence[Tensor], of_x: bool, of_w: bool, bias: torch.dtype | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The values of x and of w, as far as they are asked for; and the sums of g's columns, in a bias's dtype"""
         x = torch.empty((self.rows, self.inner), dtype=self.dtype, device=self.device) if of_x else None
@@ -167,7 +179,7 @@ class LinearStep:
         key = of_x, of_w, bias is not None
         if key not in self._decode:
             self._decode[key] = self._decode_launch(*key)
-        self._decode[key](x, w, sums, q, scale, g)
+        self._decode[key](x, w, sums, *(codes if len(codes) == 4 else (*codes, None, None)), g)
         return x, w, None if bias is None or sums is None else self._sums.add(sums, bias)
 
     def _decode_launch(self, of_x: bool, of_w: bool, of_g: bool) -> Launch:
@@ -203,7 +215,7 @@ class ColumnSums:
 
     def run(self, g: Tensor, dtype: torch.dtype) -> Tensor:
         """sum_m g[m, n]"""
-        self._alone(None, None, sums := self.empty(), None, None, g)
+        self._alone(None, None, sums := self.empty(), *[None] * 4, g)
         return self.add(sums, dtype)
 
     def empty(self) -> Tensor:

@@ -94,6 +94,32 @@ def _product(
             )  # fmt: skip
 
 
+@triton.jit
+def _sum_rows(sums_ptr, q_ptr, columns, steps: tl.constexpr, block: tl.constexpr):
+    """sum_k q[n, k]; a program takes a row"""
+    row, across = tl.program_id(0), tl.arange(0, block)
+    q_ptr += row.to(tl.int64) * columns
+    total = tl.zeros((block,), tl.int32)
+    for step in range(steps):
+        column = step * block + across
+        total += tl.load(q_ptr + column, mask=column < columns, other=0).to(tl.int32)
+    tl.store(sums_ptr + row, tl.sum(total, 0))
+
+
+def row_sums(q: Tensor) -> Tensor:
+    """sum_k q[n, k] in int32"""
+    q = q.contiguous()
+    sums = torch.empty(len(q), dtype=torch.int32, device=q.device)
+    _sums_launch(*q.shape, q.device)(sums, q)
+    return sums
+
+
+@lru_cache(maxsize=4096)
+def _sums_launch(rows: int, columns: int, device: torch.device) -> Launch:
+    block = min(2048, triton.next_power_of_2(columns))
+    return Launch(_sum_rows, rows, (columns, triton.cdiv(columns, block), block), max(1, block // 512), device)
+
+
 def refusal(q_x: Tensor, q_w: Tensor) -> str:
     """Why there is no such product of these codes; "" where there is."""
     if not (q_x.is_cuda or knobs.runtime.interpret):

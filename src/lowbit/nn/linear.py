@@ -37,11 +37,12 @@ class LinearLayer(CodeLayer):
         return products.refusal(device.type, device.index, self.terms)
 
     def run_on_codes(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if isinstance(weight, nn.Parameter) and not (self._edges or self._norm or self._context.held):
+        if isinstance(weight, nn.Parameter) and not (self._edges or self._norm):
             quantizers = [self.quantizer(slot) for slot in ("input_quantizer", "weight_quantizer")]
             if all(quantizer.takes_own_rows for quantizer in quantizers):
+                w = weight if self._context.held is None else self.code_weight("weight_quantizer", weight)
                 x_grid, w_grid = (quantizer.grid for quantizer in quantizers)
-                return linear_per_batch(x, weight, bias, x_grid=x_grid, w_grid=w_grid, dtype=dtype)
+                return linear_per_batch(x, w, bias, x_grid=x_grid, w_grid=w_grid, dtype=dtype)
         return super().run_on_codes(x, weight, bias, dtype)
 
     def multiply(self, x: Coded, w: Coded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
