@@ -307,7 +307,7 @@ def test_an_observer_sets_the_scale(device: torch.device) -> None:
 
 
 def test_noise_of_nothing_is_0(device: torch.device) -> None:
-    assert FakeQuantize().quantization_noise(torch.empty(0, 3, device=device)) == 0
+    assert FakeQuantize().to(device).quantization_noise(torch.empty(0, 3, device=device)) == 0
 
 
 def test_disabled_is_the_identity_after_the_shape_checks(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import inputs
 from compare import assert_same_bits
 from lowbit import Grid, PerChannel, PerTensor, PerToken, SteKind
-from lowbit.functional import fake_quantize, fake_quantize_backward
+from lowbit.functional import fake_quantize, fake_quantize_backward, linear
 from lowbit.functional.linear import Coded, code, code_parameters, code_per_batch, integer_linear, linear_per_batch
 from lowbit.kernels import plan
 from lowbit.kernels.products import code_rows
@@ -304,3 +304,24 @@ def test_rows_with_their_own_ranges_keep_codes_alone(device: torch.device) -> No
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         linear_per_batch(x, w, x_grid=Grid(8), w_grid=NARROW, dtype=torch.float32)
     assert sum(kept.values()) == (64 + 32) * (96 + 4)
+
+
+def test_compiled_rows_with_their_own_ranges_are_one_op(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiled code calls on a GPU, in the interpreter."""
+    if not plan.runs("triton", torch.ones(1, device=device)):
+        pytest.skip("the op is Triton's")
+    monkeypatch.setattr(linear, "has_opaque_step", lambda *_: True)
+    monkeypatch.delattr(linear, "integer_linear")
+    x, w = data((2, 5, 32)).to(device), nn.Parameter(data((8, 32), seed=1).detach().to(device))
+    bias = data((8,), seed=2).to(device)
+
+    def run(x: Tensor) -> Tensor:
+        return linear_per_batch(x, w, bias, x_grid=Grid(8), w_grid=NARROW, dtype=torch.float32)
+
+    torch.compiler.reset()
+    y, wanted = torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x)
+    assert_same_bits(y.cpu(), wanted.cpu())
+    g = inputs.random(tuple(y.shape), seed=3).to(device)
+    pairs = zip(*(torch.autograd.grad(found, [x, w, bias], g) for found in (y, wanted)), strict=True)
+    for got, gradient in pairs:
+        torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-5)

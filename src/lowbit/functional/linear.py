@@ -19,6 +19,7 @@ from lowbit.kernels.products import (
     code_rows,
     code_weights,
     column_sums,
+    has_opaque_step,
     linear_step,
     scaled_product,
     select,
@@ -183,10 +184,7 @@ class _LinearPerBatch(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         codes, (x, w) = ctx.saved_tensors, ctx.carriers
         if torch.is_grad_enabled() or plan.is_traced(grad_output):
-            (q, scale), rows = codes[:2], ctx.step.rows
-            w_q, w_scale = codes[2:] or (q[rows:], scale[rows:])
-            x = Coded(x, q[:rows].view(x.shape), scale[:rows].view(x.shape[:-1]), None, PerToken())
-            return *_gradients(ctx, grad_output, x, Coded(w, w_q, w_scale, None, PerChannel(0))), None
+            return *_gradients(ctx, grad_output, *_split(codes, x, w)), None
         wants_x, wants_w, wants_bias, _ = ctx.needs_input_grad
         g = (grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, w.shape[0])).contiguous()
         bias_dtype = ctx.bias_dtype if wants_bias else None
@@ -194,6 +192,33 @@ class _LinearPerBatch(torch.autograd.Function):
         dx = None if w_values is None else _shaped(g @ w_values, x)
         del w_values
         return dx, None if x_values is None else _shaped(g.t() @ x_values, w), db, None
+
+
+class _OpaqueLinearPerBatch(torch.autograd.Function):
+    """The same in code that is being compiled, where the forward is one op"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, x_grid: Grid, w_grid: Grid, dtype: torch.dtype
+    ) -> Tensor:
+        numbers = [int(part) for grid in (x_grid, w_grid) for part in (grid.bits, grid.signed, grid.narrow)]
+        y, q, scale = torch.ops.lowbit.linear_step(x, w, bias, numbers, dtype)
+        ctx.dtype, ctx.bias_dtype = dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(q, scale)
+        ctx.carriers = _carrier(x), _carrier(w)
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))  # noqa: SLF001
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx, grad_output, *_split(ctx.saved_tensors, *ctx.carriers)), None, None, None
+
+
+def _split(codes: Sequence[Tensor], x: Tensor, w: Tensor) -> tuple[Coded, Coded]:
+    """The codes of x and of w, with these as their carriers"""
+    (q, scale), rows = codes[:2], x.numel() // x.shape[-1]
+    w_q, w_scale = codes[2:] or (q[rows:], scale[rows:])
+    coded_x = Coded(x, q[:rows].view(x.shape), scale[:rows].view(x.shape[:-1]), None, PerToken())
+    return coded_x, Coded(w, w_q, w_scale, None, PerChannel(0))
 
 
 def _shaped(gradient: Tensor, like: Tensor) -> Tensor:
@@ -306,15 +331,17 @@ def linear_per_batch(
 
     On a GPU with fewer launches, and one node of autograd less. The tensors are plain, unless they are compiled.
     """
+    y: Tensor
     weight, codes, grid = (w.carrier, (w.q, w.scale), None) if isinstance(w, Coded) else (w, None, w_grid)
-    step = None if torch.compiler.is_compiling() else linear_step(x, weight, x_grid, grid, dtype)
-    if step is None:
-        coded_x = code_per_batch(x, grid=x_grid, per=PerToken(), symmetric=True)
-        if not isinstance(w, Coded):
-            w = code_per_batch(w, grid=w_grid, per=PerChannel(0), symmetric=True)
-        return integer_linear(coded_x, w, bias, dtype=dtype)
-    x = x.contiguous()
-    carrier = apply_plain(_Carry, x) if x.requires_grad else _carrier(x)
-    bias = None if bias is None else bias.contiguous()
-    y: Tensor = apply_plain(_LinearPerBatch, carrier, weight, bias, (step, x, codes))
-    return y
+    if torch.compiler.is_compiling():
+        if grid is not None and has_opaque_step(x.device.type, x.device.index, x.shape[-1]):
+            y = apply(_OpaqueLinearPerBatch, x, weight, bias, x_grid, grid, dtype)
+            return y
+    elif (step := linear_step(x, weight, x_grid, grid, dtype)) is not None:
+        x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+        carrier = apply_plain(_Carry, x) if x.requires_grad else _carrier(x)
+        y = apply_plain(_LinearPerBatch, carrier, weight, bias, (step, x, codes))
+        return y
+    if not isinstance(w, Coded):
+        w = code_per_batch(w, grid=w_grid, per=PerChannel(0), symmetric=True)
+    return integer_linear(code_per_batch(x, grid=x_grid, per=PerToken(), symmetric=True), w, bias, dtype=dtype)

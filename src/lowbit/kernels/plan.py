@@ -304,11 +304,11 @@ def is_opaque(op: str, like: Tensor) -> bool:
         return False
     backend = {"cpu": "native", "cuda": "triton"}.get(like.device.type, "")
     served = op == "quantize_per_batch" if backend == "triton" else op in native.SERVED and "x" in OPS[op].tensors
-    return backend in _candidates and served and _can_be_opaque(backend)
+    return backend in _candidates and served and can_be_opaque(backend)
 
 
 @at_trace_time
-def _can_be_opaque(backend: str) -> bool:
+def can_be_opaque(backend: str) -> bool:
     """Its kernels are there, and no function transform, to which the op would have no rule."""
     return not absence(backend) and not torch._C._are_functorch_transforms_active()  # noqa: SLF001
 

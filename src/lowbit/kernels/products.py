@@ -171,6 +171,35 @@ def linear_step(x: Tensor, w: Tensor, x_grid: Grid, w_grid: Grid | None, dtype: 
     return triton_linear.linear_step(x.numel() // inner, outputs, inner, x_grid, w_grid, dtype, x.device)
 
 
+@at_trace_time
+def has_opaque_step(device: str, index: int | None, inner: int) -> bool:
+    """Whether code that is being compiled should call the step's forward as it is"""
+    if device != "cuda" or not plan.can_be_opaque("triton"):
+        return False
+    from lowbit.kernels import triton_linear  # half a second, which only users of a GPU should spend
+
+    return not triton_linear.refusal(inner, torch.device(device if index is None else f"{device}:{index}"))
+
+
+@torch.library.custom_op("lowbit::linear_step", mutates_args=())
+def _opaque_linear_step(
+    x: Tensor, w: Tensor, bias: Tensor | None, numbers: Sequence[int], dtype: torch.dtype
+) -> list[Tensor]:
+    x_grid, w_grid = (Grid(bits, bool(signed), bool(narrow)) for bits, signed, narrow in (numbers[:3], numbers[3:]))
+    w = w.contiguous()
+    step = linear_step(x, w, x_grid, w_grid, dtype)
+    assert step is not None
+    return list(step.forward(x.contiguous(), w, None if bias is None else bias.contiguous(), None))
+
+
+@_opaque_linear_step.register_fake
+def _(x: Tensor, w: Tensor, _bias: Tensor | None, _numbers: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    (outputs, inner), rows = w.shape, x.numel() // x.shape[-1]
+    coded = rows + outputs
+    scale = x.new_empty(coded, dtype=torch.float32)
+    return [x.new_empty((rows, outputs), dtype=dtype), x.new_empty((coded, inner), dtype=torch.int8), scale]
+
+
 def code_rows(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per: Granularity, ste: SteKind | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
