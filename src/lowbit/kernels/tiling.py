@@ -14,6 +14,7 @@ from lowbit.kernels.signature import Signature
 # What is worth tuning.
 TILE_BYTES = 16384  # that a program reads at a time: 16-byte accesses, four to a thread
 WARPS = 8
+ROW_TILE_BYTES = 2048  # the same where rows are held whole; also what a warp of theirs holds
 COLUMN_TILE_BYTES = 8192  # the same where scales differ by column: a thread holds the scales of its columns too
 COLUMN_SUM_BYTES = 2048  # and where it also holds the sums of a learned scale's gradient
 COLUMN_WARPS = 4
@@ -83,7 +84,8 @@ def plan_tiles(signature: Signature, *, reduces: bool = False, whole_rows: bool 
     elements, layout = math.prod(signature.shape), signature.memory.layout
     by_row = layout.period == layout.channels * layout.inner or layout.channels == 1 or layout.inner >= _SHORT_RUN
     sums = reduces and OPS[signature.op].sums
-    size = TILE_BYTES if by_row else COLUMN_SUM_BYTES if sums else COLUMN_TILE_BYTES
+    by_column = COLUMN_SUM_BYTES if sums else COLUMN_TILE_BYTES
+    size = ROW_TILE_BYTES if whole_rows else TILE_BYTES if by_row else by_column
     tile = min(size // bytes_read(signature), 8192)
     while tile > 1024 and elements < tile * FEW_TILES:
         tile //= 2

@@ -15,7 +15,7 @@ from triton import knobs
 from lowbit.grid import Grid
 from lowbit.kernels.nan import mark_nan
 from lowbit.kernels.signature import Signature
-from lowbit.kernels.tiling import Tiling, bytes_read, plan_tiles
+from lowbit.kernels.tiling import ROW_TILE_BYTES, Tiling, bytes_read, plan_tiles
 from lowbit.ste import SteKind
 
 BITS_BLOCK = 256  # bytes of bits of a program
@@ -210,6 +210,7 @@ def _per_batch(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
     apart = _rows_apart(signature) if memory.copies else None
     if one_read:
         tiling = plan_tiles(signature, whole_rows=True)
+        held = tiling.block_rows * tiling.block_columns * signature.dtype.itemsize
         rows = {
             kind: _tiled(
                 signature,
@@ -217,6 +218,7 @@ def _per_batch(signature: Signature, kernels: Kernels) -> Callable[..., Any]:
                 tiling,
                 *(kind, kind == "affine" or not signature.grid.signed),
                 *(apart is not None, *(apart or (1, 1, 0, 0, 0, 0, 0, 0))),
+                warps=max(1, min(16, held // ROW_TILE_BYTES)),
             )
             for kind in ("symmetric", "affine")
         }
@@ -324,7 +326,7 @@ def weights_launch(
     block = triton.next_power_of_2(max(columns for _, _, columns in places))
     aligned = math.gcd(*steps)
     numbers = table.shape[1], block, aligned, float(grid.quant_min), float(grid.quant_max), not knobs.runtime.interpret
-    return table.to(device), Launch(function, table.shape[1], numbers, max(1, min(8, block // 256)), device)
+    return table.to(device), Launch(function, table.shape[1], numbers, max(1, block // 1024), device)
 
 
 def _measure(signature: Signature, kernels: Kernels, kind: str) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
@@ -409,14 +411,21 @@ def _map(
     return _tiled(signature, kernels.map, tiling, op, signature.ste.value, double=double)
 
 
-def _tiled(signature: Signature, function: Any, tiling: Tiling, *constants: Any, double: bool | None = None) -> Launch:
+def _tiled(
+    signature: Signature,
+    function: Any,
+    tiling: Tiling,
+    *constants: Any,
+    double: bool | None = None,
+    warps: int | None = None,
+) -> Launch:
     double = signature.dtype == torch.float64 if double is None else double
     # The interpreter's fma rounds twice, so that there only the division itself is right; and where scales differ by
     # column, a thread would hold too many numbers for each.
     fused = not double and not knobs.runtime.interpret and tiling.by_row
     grid = signature.grid
     arguments = (*tiling.arguments(), *constants, float(grid.quant_min), float(grid.quant_max), double, fused)
-    return Launch(function, tiling.programs, arguments, tiling.warps, signature.device)
+    return Launch(function, tiling.programs, arguments, warps or tiling.warps, signature.device)
 
 
 def _finish(signature: Signature, kernels: Kernels, tiling: Tiling, kind: str) -> Launch:
