@@ -210,16 +210,20 @@ def write_archive(folder: Path) -> None:
     np.savez(folder / "cifar10.npz", **arrays)
 
 
+def command(folder: Path, *arguments: str) -> list[str]:
+    options = ["--quick", "--seeds", "1", "--bits", "2", "--data", str(folder), "--output", str(folder / "results")]
+    return [str(EXAMPLES / "cifar10.py"), *options, *arguments]
+
+
 def run(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLES / "cifar10.py"), "--quick", "--seeds", "1", "--bits", "2", *arguments]
-    command += ["--data", str(folder), "--output", str(folder / "results")]
+    line = [sys.executable, *command(folder, *arguments)]
     environment = os.environ | {"PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=False)
+    result = subprocess.run(line, env=environment, capture_output=True, encoding="utf-8", check=False)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
 
 
-def test_all_phases_run_and_what_is_done_is_not_done_again(tmp_path):
+def test_all_phases_run_and_what_is_done_is_not_done_again(tmp_path, monkeypatch, capsys):
     write_archive(tmp_path)
     ways = "--scale-start", *cifar10.SCALE_STARTS
     scales = [f"scales0.1-{start}" for start in cifar10.SCALE_STARTS]
@@ -237,5 +241,6 @@ def test_all_phases_run_and_what_is_done_is_not_done_again(tmp_path):
     # Of 22 layers, the first and the last have 8 bits; only weights and images have a sign. Where a block changes the
     # channels, its first convolution and its shortcut share the quantizer of what they take.
     assert "3 x 8 bits signed, 1 x 8 bits unsigned, 20 x 2 bits signed, 18 x 2 bits unsigned" in output
-    again = run(tmp_path, "--phase", "qat", "--held-out", "32", *ways)
-    assert again == "2 of 2 runs are done already\n"
+    monkeypatch.setattr(sys, "argv", command(tmp_path, "--phase", "qat", "--held-out", "32", *ways))
+    cifar10.main()
+    assert capsys.readouterr().out == "2 of 2 runs are done already\n"

@@ -6,7 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
+sys.path.insert(0, str(EXAMPLE.parent))
+
+import gpt  # noqa: E402
+
 SMALL = ["--layers", "1", "--width", "64", "--length", "32", "--batch-size", "4", "--steps", "40", "--rate", "3e-3"]
 
 
@@ -32,13 +38,15 @@ def test_both_learn_the_same(tmp_path):
     assert "of float" in result.stdout
 
 
-def test_mistakes(tmp_path):
+def test_mistakes(tmp_path, monkeypatch, capsys):
     (tmp_path / "text").write_bytes(b"short")
     for arguments, complaint in (
         (["--data", str(tmp_path / "text")], "has 5 bytes"),
         (["--data", str(tmp_path / "none")], "is no file"),
         (["--data", str(tmp_path / "text"), "--recipes", "w9"], "w9: no such preset"),
     ):
-        result = run(*arguments, "--output", str(tmp_path / "out"))
-        assert result.returncode == 2
-        assert complaint in result.stderr
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *arguments, "--output", str(tmp_path / "out")])
+        with pytest.raises(SystemExit) as stopped:
+            gpt.main()
+        assert stopped.value.code == 2
+        assert complaint in capsys.readouterr().err

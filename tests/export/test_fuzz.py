@@ -36,7 +36,7 @@ from lowbit.export.verify import verify
 from lowbit.scale import NotCalibratedError
 
 # An export takes longer than a small network's part of it, so that a file holds several side by side.
-NETWORKS, LAYERS, SIDE_BY_SIDE = 9, 16, 8
+NETWORKS, LAYERS, SIDE_BY_SIDE = 5, 8, 8
 # torch pads an uneven 'same' by a copy, and projects without oneDNN; it says so.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning"),

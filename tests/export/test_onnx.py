@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -39,9 +40,9 @@ pytestmark = [
 class Many(nn.Module):
     """Layers side by side, each with a batch of its own."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(LAYERS[name]() for name in names)
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, batches: list[Any]) -> list[Any]:
         pairs = zip(self.layers, batches, strict=True)
@@ -64,9 +65,12 @@ def short(name: str) -> Any:
     return batch[:, :2] if name == "lstm" else batch[:2] if name in ("rnn", "gru", "projected") else batch
 
 
-def check_layers(names: list[str], recipe: Recipe, style: str, path: Path) -> None:
-    batch = ([short(name) for name in names],)
-    model = prepared(Many(names), recipe, batch)
+def check_layers(names: list[str], recipe: Recipe, style: str, path: Path, drawn: list[str] | None = None) -> None:
+    """``drawn``: what is made, in this order, so that a layer has the same weights whichever others are in the file."""
+    batches = {name: short(name) for name in drawn or names}
+    layers = {name: LAYERS[name]() for name in drawn or names}
+    batch = ([batches[name] for name in names],)
+    model = prepared(Many([layers[name] for name in names]), recipe, batch)
     exported(model, batch, path, style, dynamic_batch=False)
     report = verified(model, path, batch)
     assert not report.skipped
@@ -82,12 +86,35 @@ def converted_products(model: nn.Module, style: str) -> dict[str, str]:
     return converted.__dict__["_lowbit_converted"].products
 
 
+def layers_of(preset: str) -> list[str]:
+    """Recurrent layers take long to export; so all of them with one preset, and with the others one in turn."""
+    number = list(PRESETS).index(preset)
+    return [*ONE_OF_EACH, *(RECURRENT if preset == "w8a8" else [RECURRENT[number % 3]])]
+
+
+def layers_in(preset: str, style: str) -> list[str]:
+    """With one preset all in both styles; with the others each in one style, which changes from preset to preset."""
+    names, number, first = layers_of(preset), list(PRESETS).index(preset), STYLES.index(style)
+    if preset == "w8a8":
+        return names
+    recurrent = names[-1:] if (number // 3 + first) % 2 else []
+    return [*ONE_OF_EACH[(number + first) % 2 :: 2], *recurrent]
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_layer_with_every_preset(preset: str, style: str, tmp_path: Path) -> None:
-    # Recurrent layers take long to export; so all of them with one preset, and with the others one in turn.
-    recurrent = RECURRENT if preset == "w8a8" else [RECURRENT[list(PRESETS).index(preset) % 3]]
-    check_layers([*ONE_OF_EACH, *recurrent], PRESETS[preset](), style, tmp_path / "model.onnx")
+    check_layers(layers_in(preset, style), PRESETS[preset](), style, tmp_path / "model.onnx", layers_of(preset))
+
+
+def test_every_pair_is_in_a_file() -> None:
+    found = [(preset, style, name) for preset in PRESETS for style in STYLES for name in layers_in(preset, style)]
+    names = [*ONE_OF_EACH, *RECURRENT]
+    assert {(preset, name) for preset, _, name in found} >= set(itertools.product(PRESETS, ONE_OF_EACH))
+    assert {(style, name) for _, style, name in found} == set(itertools.product(STYLES, names))
+    assert {(preset, style) for preset, style, _ in found} == set(itertools.product(PRESETS, STYLES))
+    others = [each for each in found if each[0] != "w8a8"]
+    assert {each[1:] for each in others} == set(itertools.product(STYLES, names))
 
 
 @pytest.mark.parametrize("style", STYLES)
