@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -137,6 +138,19 @@ def test_ema_affine_blends_the_range(device: torch.device) -> None:
     scale, zero_point, _ = oracle.affine_params(torch.tensor([-2.0, 4.0]), quantizer.grid, PerTensor())
     assert quantizer.scale.item() == pytest.approx(scale.item(), rel=1e-6)
     assert quantizer.zero_point == zero_point
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_an_ema_whose_state_lies_otherwise_in_memory(symmetric: bool, device: torch.device) -> None:
+    plain = make(EMA(0.5), PerGroup(4), symmetric=symmetric).to(device)
+    plain(torch.randn(2, 3, 4, 8, device=device))
+    turned = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    assert not turned.scale.is_contiguous()
+    batch = torch.randn(2, 3, 4, 8, device=device)
+    for quantizer in (plain, turned):
+        quantizer(batch)
+    for wanted, found in zip(plain.buffers(), turned.buffers(), strict=True):
+        assert_same_bits(found.contiguous(), wanted)
 
 
 def test_the_first_batch_is_used_as_it_is(device: torch.device) -> None:

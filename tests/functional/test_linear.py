@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lowbit import Grid, PerChannel, PerTensor, PerToken, SteKind
 from lowbit.functional import fake_quantize, fake_quantize_backward, linear
 from lowbit.functional.linear import Coded, code, code_parameters, code_per_batch, integer_linear, linear_per_batch
 from lowbit.kernels import plan
-from lowbit.kernels.products import code_rows
+from lowbit.kernels.products import code_rows, column_sums
 from oracle import group_index
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -294,16 +295,47 @@ def test_rows_with_their_own_ranges_have_second_derivatives(device: torch.device
 
 
 def test_rows_with_their_own_ranges_keep_codes_alone(device: torch.device) -> None:
+    """And the same whether w was coded before: activation checkpointing may have it both ways."""
     x, w = data((64, 96)).to(device), nn.Parameter(data((32, 96), seed=1).detach().to(device))
-    kept: dict[int, int] = {}
+    found = []
+    for weight in (w, WEIGHTS["channels"](w)):
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, kept=kept: kept.append(tensor), lambda _: None):
+            linear_per_batch(x, weight, x_grid=Grid(8), w_grid=NARROW, dtype=torch.float32)
+        assert sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values()) == 96 * 100
+        found.append([(tensor.numel(), tensor.dtype) for tensor in kept])
+    assert found[0] == found[1]
 
-    def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        linear_per_batch(x, w, x_grid=Grid(8), w_grid=NARROW, dtype=torch.float32)
-    assert sum(kept.values()) == (64 + 32) * (96 + 4)
+def test_codes_may_come_back_in_other_memory(device: torch.device) -> None:
+    x, w = data((40, 32)).to(device), nn.Parameter(data((8, 32), seed=1).detach().to(device))
+    turned = torch.autograd.graph.saved_tensors_hooks(lambda t: t.t().contiguous(), lambda t: t.t())
+    g, found = inputs.random((40, 8), seed=3).to(device), []
+    for hooks in (turned, nullcontext()):
+        with hooks:
+            y = linear_per_batch(x, w, x_grid=Grid(8), w_grid=NARROW, dtype=torch.float32)
+        found.append(torch.autograd.grad(y, [x, w], g))
+    for got, wanted in zip(*found, strict=True):
+        assert_same_bits(got.cpu(), wanted.cpu())
+
+
+def test_sums_of_columns_are_rounded_once(device: torch.device) -> None:
+    g = inputs.random((700, 5), seed=3).to(torch.bfloat16).to(device)
+    found = column_sums(g, torch.float32)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), g.double().sum(0), rtol=1e-5, atol=1e-4)
+    with torch.no_grad():
+        assert_same_bits(column_sums(g, torch.bfloat16).cpu(), found.to(torch.bfloat16).cpu())
+
+
+def test_a_zero_point_of_uint8(device: torch.device) -> None:
+    x, scale = data((4, 16)).detach().to(device), torch.tensor(0.05, device=device)
+    found = []
+    for dtype in (torch.uint8, torch.int32):
+        zero_point = torch.tensor(5, dtype=dtype, device=device)
+        coded = code(x, scale, zero_point, grid=Grid(8, signed=False), per=PerTensor(), ste=SteKind.CLIPPED_IDENTITY)
+        found.append(coded.values())
+    assert_same_bits(found[0].cpu(), found[1].cpu())
 
 
 def test_compiled_rows_with_their_own_ranges_are_one_op(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_a_linear_step(rows: int, inner: int, outputs: int, dtype: torch.dtype, 
         step = triton_linear.LinearStep(rows, outputs, inner, *grids, dtype, torch.device("cpu"))
         y, *codes = step.forward(x, w, bias, held)
         for of_x, of_w, given in ((True, True, dtype), (True, False, None), (False, False, dtype)):
-            found = step.backward(y, [*codes, *(held or ())], of_x, of_w, given)
+            found = step.backward(y, codes, of_x, of_w, given)
             assert [part is not None for part in found] == [of_x, of_w, given is not None]
     decoding = ["_decode_operands", "_add_sums", "_decode_operands", "_decode_operands", "_add_sums"]
     assert compiled == ["_code_operands", "_product", *decoding] * 2

@@ -485,3 +485,13 @@ def test_rows_of_another_width_are_torchs_error(preset: str, products: list[tupl
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         layer(torch.randn(4, 32))
     assert not products
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_weight_of_another_width_is_torchs_error(preset: str, products: list[tuple[int, ...]]) -> None:
+    layer = lowbit.prepare(nn.Linear(16, 8), lowbit.recipes.presets()[preset](), torch.randn(4, 16)).train()
+    layer.weight = nn.Parameter(torch.randn(8, 32))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(torch.randn(4, 16))
+    assert layer(torch.randn(4, 32)).shape == (4, 8)
+    assert products == [(4, 8)]

@@ -151,7 +151,6 @@ def test_rows_of_another_width_are_torchs_error(preset: str) -> None:
         layer(torch.randn(40, 32, device="cuda", dtype=torch.bfloat16))
 
 
-def test_a_step_by_own_ranges_is_one_node() -> None:
-    """w8a8_dynamic's linear layers code both operands in one launch."""
+def test_both_operands_are_coded_in_one_launch() -> None:
     layer = prepared(nn.Linear(64, 48), "w8a8_dynamic", torch.bfloat16, 64)
     assert type(layer(torch.randn(40, 64, device="cuda").bfloat16()).grad_fn).__name__ == "_LinearPerBatchBackward"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from lowbit.granularity import Granularity, PerChannel, PerTensor, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import plan
 from lowbit.kernels.products import (
-    LinearStep,
     code_rows,
     code_weights,
     column_sums,
@@ -25,6 +24,9 @@ from lowbit.kernels.products import (
     select,
 )
 from lowbit.ste import SteKind
+
+if TYPE_CHECKING:
+    from lowbit.kernels.triton_linear import LinearStep
 
 # Of rows up to this long, every sum of products of codes fits 32 bits.
 LONGEST_ROW = 2**16
@@ -163,7 +165,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _LinearPerBatch(torch.autograd.Function):
-    """The same of x and w with the scales of their own rows, coded here, by a backend's LinearStep"""
+    """The same by a backend's LinearStep, of an x that it codes and a w that it codes too, unless codes are given"""
 
     @staticmethod
     def forward(
@@ -177,14 +179,14 @@ class _LinearPerBatch(torch.autograd.Function):
         ctx.dtype, ctx.bias_dtype = ctx.step.dtype, None if bias is None else bias.dtype
         ctx.carriers = x_carrier, w
         y, *codes = ctx.step.forward(x, w, bias, w_codes)
-        ctx.save_for_backward(*codes, *(w_codes or ()))
+        ctx.save_for_backward(*codes)
         return y if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))  # noqa: SLF001
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         codes, (x, w) = ctx.saved_tensors, ctx.carriers
         if torch.is_grad_enabled() or plan.is_traced(grad_output):
-            return *_gradients(ctx, grad_output, *_split(codes, x, w)), None
+            return *_gradients(ctx, grad_output, *_coded(codes, x, w)), None
         wants_x, wants_w, wants_bias, _ = ctx.needs_input_grad
         g = (grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, w.shape[0])).contiguous()
         bias_dtype = ctx.bias_dtype if wants_bias else None
@@ -202,23 +204,22 @@ class _OpaqueLinearPerBatch(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, x_grid: Grid, w_grid: Grid, dtype: torch.dtype
     ) -> Tensor:
         numbers = [int(part) for grid in (x_grid, w_grid) for part in (grid.bits, grid.signed, grid.narrow)]
-        y, q, scale = torch.ops.lowbit.linear_step(x, w, bias, numbers, dtype)
+        y, *codes = torch.ops.lowbit.linear_step(x, w, bias, numbers, dtype)
         ctx.dtype, ctx.bias_dtype = dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(q, scale)
+        ctx.save_for_backward(*codes)
         ctx.carriers = _carrier(x), _carrier(w)
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))  # noqa: SLF001
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, grad_output, *_split(ctx.saved_tensors, *ctx.carriers)), None, None, None
+        return *_gradients(ctx, grad_output, *_coded(ctx.saved_tensors, *ctx.carriers)), None, None, None
 
 
-def _split(codes: Sequence[Tensor], x: Tensor, w: Tensor) -> tuple[Coded, Coded]:
-    """The codes of x and of w, with these as their carriers"""
-    (q, scale), rows = codes[:2], x.numel() // x.shape[-1]
-    w_q, w_scale = codes[2:] or (q[rows:], scale[rows:])
-    coded_x = Coded(x, q[:rows].view(x.shape), scale[:rows].view(x.shape[:-1]), None, PerToken())
-    return coded_x, Coded(w, w_q, w_scale, None, PerChannel(0))
+def _coded(codes: Sequence[Tensor], x: Tensor, w: Tensor) -> tuple[Coded, Coded]:
+    """x and w by the codes of a LinearStep, with these as their carriers"""
+    q_x, x_scale, q_w, w_scale = codes
+    coded_x = Coded(x, q_x.view(x.shape), x_scale.view(x.shape[:-1]), None, PerToken())
+    return coded_x, Coded(w, q_w, w_scale, None, PerChannel(0))
 
 
 def _shaped(gradient: Tensor, like: Tensor) -> Tensor:
@@ -228,6 +229,7 @@ def _shaped(gradient: Tensor, like: Tensor) -> Tensor:
 
 
 def _gradients(ctx: Any, grad_output: Tensor, x: Coded, w: Coded) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dw and db, as far as they are asked for"""
     wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
     g = grad_output.reshape(-1, grad_output.shape[-1])
     dx = dw = db = None
@@ -279,7 +281,7 @@ def code(x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per
     if not grid.fits_int8:
         if zero_point is None:
             zero_point = torch.zeros((), dtype=torch.int32, device=x.device)
-        zero_point, grid = zero_point - 128, Grid(8)
+        zero_point, grid = zero_point.to(torch.int32) - 128, Grid(8)
     points = None if zero_point is None else zero_point.expand(scale.shape)
     carrier, q, marked = apply(_Code, x, scale, points, grid, per, ste)
     if marked is not None:
@@ -327,14 +329,14 @@ def integer_linear(x: Coded, w: Coded, bias: Tensor | None = None, *, dtype: tor
 def linear_per_batch(
     x: Tensor, w: nn.Parameter | Coded, bias: Tensor | None = None, *, x_grid: Grid, w_grid: Grid, dtype: torch.dtype
 ) -> Tensor:
-    """integer_linear of x and w with a symmetric scale for each row, of that row's own range, if w is not coded yet
+    """integer_linear with a symmetric scale for each row of x, of its own range; and of w, if that is not coded yet
 
-    On a GPU with fewer launches, and one node of autograd less. The tensors are plain, unless they are compiled.
+    On a GPU with fewer launches. The tensors are plain, unless they are compiled.
     """
     y: Tensor
     weight, codes, grid = (w.carrier, (w.q, w.scale), None) if isinstance(w, Coded) else (w, None, w_grid)
     if torch.compiler.is_compiling():
-        if grid is not None and has_opaque_step(x.device.type, x.device.index, x.shape[-1]):
+        if grid is not None and has_opaque_step(x.device.type, x.device.index, *weight.shape[::-1]):
             y = apply(_OpaqueLinearPerBatch, x, weight, bias, x_grid, grid, dtype)
             return y
     elif (step := linear_step(x, weight, x_grid, grid, dtype)) is not None:

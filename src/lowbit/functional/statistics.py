@@ -49,7 +49,7 @@ def blend_into(state: list[Tensor], batch: tuple[Tensor, ...], decay: float, gri
     op = "ema_scale" if len(batch) == 1 else "ema_range"
     if state[0].dtype == torch.float64:  # a module moved to double
         batch = tuple(value.double() for value in batch)
-    plan.run_into(state, op, batch[0], *batch, *state, decay, grid=grid)
+    plan.update(state, op, batch[0], *batch, *state, decay, grid=grid)
 
 
 @torch.no_grad()

@@ -35,7 +35,8 @@ class Verdict(NamedTuple):
 # Fastest first, each with the type of device it is written for. A backend is a module with:
 #   absence() -> str            why it cannot run here at all, with the remedy; "" where it can
 #   refusal(signature) -> str   why it cannot serve this signature; "" where it can
-#   kernel(signature)           a function of the op's tensors, numbers and options
+#   kernel(signature)           a function of the op's tensors, numbers and options; where the results are a state,
+#                               one option is ``into``: the memory that they go to
 #   workspace_size(signature)   bytes of temporary memory at the kernel's peak
 #   ACCUMULATOR                 the dtype of sums; None: that of the arithmetic
 _BACKENDS = {"triton": "cuda", "native": "cpu", "reference": "any"}
@@ -257,16 +258,16 @@ def run(
     return plan.run(*args, **options)
 
 
-def run_into(results: Sequence[Tensor], op: str, like: Tensor, *args: Any, grid: Grid) -> None:
-    """What ``run`` gives of an EMA's state, in tensors that are there: by a kernel that writes them, or copied"""
-    if not is_traced(*args) and all(result.is_contiguous() for result in results):
+def update(state: Sequence[Tensor], op: str, like: Tensor, *args: Any, grid: Grid) -> None:
+    """What ``run`` gives of an op whose results are the state of an EMA, in that state's own memory"""
+    if not is_traced(*args) and all(held.is_contiguous() and not held.is_inference() for held in state):
         records = grid, PerTensor(), SteKind.CLIPPED_IDENTITY
         plan = _select(op, like.shape, like.stride(), like.dtype, like.device, *records, _candidates)
         if plan.backend != "reference":
-            plan.run(*args, into=results)
-            torch.autograd.graph.increment_version(results)
+            plan.run(*args, into=state)
+            torch.autograd.graph.increment_version(state)
             return
-    for held, new in zip(results, run(op, like, *args, grid=grid), strict=True):
+    for held, new in zip(state, run(op, like, *args, grid=grid), strict=True):
         held.copy_(new)
 
 
@@ -304,13 +305,13 @@ def is_opaque(op: str, like: Tensor) -> bool:
         return False
     backend = {"cpu": "native", "cuda": "triton"}.get(like.device.type, "")
     served = op == "quantize_per_batch" if backend == "triton" else op in native.SERVED and "x" in OPS[op].tensors
-    return backend in _candidates and served and can_be_opaque(backend)
+    return served and can_be_opaque(backend)
 
 
 @at_trace_time
 def can_be_opaque(backend: str) -> bool:
-    """Its kernels are there, and no function transform, to which the op would have no rule."""
-    return not absence(backend) and not torch._C._are_functorch_transforms_active()  # noqa: SLF001
+    """Its kernels are there and wanted, and no function transform, to which the op would have no rule."""
+    return backend in _candidates and not absence(backend) and not torch._C._are_functorch_transforms_active()  # noqa: SLF001
 
 
 def _run_opaque(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from lowbit.kernels.precision import math_dtype
 from lowbit.packing import unpack
 from lowbit.ste import SteKind
 from lowbit.tracing import at_trace_time
+
+if TYPE_CHECKING:
+    from lowbit.kernels.triton_linear import LinearStep
 
 
 def int_mm(x: Tensor, w: Tensor) -> Tensor:
@@ -132,53 +135,38 @@ def _(q_x: Tensor, q_w: Tensor, *_: Any, dtype: torch.dtype) -> Tensor:
 
 def column_sums(g: Tensor, dtype: torch.dtype) -> Tensor:
     """sum_m g[m, n] in this dtype, added up in float32 (float64 for float64)"""
-    if plan.is_traced(g) or torch.is_grad_enabled() or g.dtype == torch.float64 or not plan.runs("triton", g):
-        return g.sum(0).to(dtype)
-    from lowbit.kernels import triton_linear  # half a second, which only users of a GPU should spend
+    plain = not (plan.is_traced(g) or torch.is_grad_enabled()) and g.dtype != torch.float64
+    if plain and plan.runs("triton", g):
+        from lowbit.kernels import triton_linear  # half a second, which only users of a GPU should spend
 
-    return triton_linear.column_sums(*g.shape, g.device).run(g.contiguous(), dtype)
-
-
-class LinearStep(Protocol):
-    """A step of a linear layer whose operands have symmetric scales for each row, of the row's own range
-
-    Codes are those of x and then of w, row by row, and so are their scales; unless w was coded before.
-    """
-
-    rows: int
-    dtype: torch.dtype
-
-    def forward(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, w_codes: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """y = float(sum_k q_x * q_w) * (s_x * s_w) + b; the codes, and their scales"""
-
-    def backward(
-        self, g: Tensor, codes: Sequence[Tensor], of_x: bool, of_w: bool, bias: torch.dtype | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The values of x and of w, as far as they are asked for; and the sums of g's columns, in a bias's dtype"""
+        if g.shape[1] <= triton_linear.WIDEST:
+            return triton_linear.column_sums(g, dtype)
+    return g.sum(0, dtype=math_dtype(g.dtype)).to(dtype)
 
 
 def linear_step(x: Tensor, w: Tensor, x_grid: Grid, w_grid: Grid | None, dtype: torch.dtype) -> LinearStep | None:
-    """The step for such operands, w being coded before where it has no grid; None where no backend has one"""
+    """The step for x and w with scales of their own rows, w being coded before where it has no grid
+
+    None where no backend has one.
+    """
     outputs, inner = w.shape
     if not plan.runs("triton", x) or not (w.is_contiguous() and w.numel()) or torch.float64 in (x.dtype, w.dtype):
         return None
     from lowbit.kernels import triton_linear  # half a second, which only users of a GPU should spend
 
-    if triton_linear.refusal(inner, x.device):
+    if triton_linear.refusal(inner, outputs, x.device):
         return None
     return triton_linear.linear_step(x.numel() // inner, outputs, inner, x_grid, w_grid, dtype, x.device)
 
 
 @at_trace_time
-def has_opaque_step(device: str, index: int | None, inner: int) -> bool:
+def has_opaque_step(device: str, index: int | None, inner: int, outputs: int) -> bool:
     """Whether code that is being compiled should call the step's forward as it is"""
     if device != "cuda" or not plan.can_be_opaque("triton"):
         return False
     from lowbit.kernels import triton_linear  # half a second, which only users of a GPU should spend
 
-    return not triton_linear.refusal(inner, torch.device(device if index is None else f"{device}:{index}"))
+    return not triton_linear.refusal(inner, outputs, torch.device(device if index is None else f"{device}:{index}"))
 
 
 @torch.library.custom_op("lowbit::linear_step", mutates_args=())
@@ -195,9 +183,10 @@ def _opaque_linear_step(
 @_opaque_linear_step.register_fake
 def _(x: Tensor, w: Tensor, _bias: Tensor | None, _numbers: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     (outputs, inner), rows = w.shape, x.numel() // x.shape[-1]
-    coded = rows + outputs
-    scale = x.new_empty(coded, dtype=torch.float32)
-    return [x.new_empty((rows, outputs), dtype=dtype), x.new_empty((coded, inner), dtype=torch.int8), scale]
+    results = [x.new_empty((rows, outputs), dtype=dtype)]
+    for size in (rows, outputs):
+        results += [x.new_empty((size, inner), dtype=torch.int8), x.new_empty(size, dtype=torch.float32)]
+    return results
 
 
 def code_rows(

@@ -363,8 +363,8 @@ def _ema(signature: Signature, kernels: Kernels) -> Callable[..., Sequence[Tenso
 
     def ema(*args: Any, into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
         *given, decay = args
-        tensors = [_packed(tensor) for tensor in given]
-        results = [torch.empty_like(tensor) for tensor in given[1 if symmetric else 2 :]] if into is None else into
+        tensors = [tensor.contiguous() for tensor in given]
+        results = [torch.empty_like(tensor) for tensor in tensors[1 if symmetric else 2 :]] if into is None else into
         if symmetric:
             magnitude, scale, started = tensors
             launch(decay)(magnitude, None, None, None, scale, None, started, None, None, results[0], None, results[1])

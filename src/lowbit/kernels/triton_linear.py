@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 import triton
@@ -23,6 +23,8 @@ TILE, WARPS = 4096, 4  # elements that a program decodes, or adds to its sums at
 WIDTH = 64  # columns of such a tile, where they are summed
 PROGRAMS = 528  # that sum columns: enough to fill the device
 STAGES = 3  # tiles that are on their way while one is added
+
+WIDEST = 2**24  # columns of a matrix: the places of a tile's rows then fit 32 bits
 
 
 @triton.jit
@@ -44,19 +46,18 @@ def _code_tile(
 
 @triton.jit
 def _code_operands(
-    q_ptr, s_ptr, x_ptr, w_ptr, rows, outputs, columns, x_programs, x_min, x_max, w_min, w_max,
+    x_q_ptr, x_s_ptr, w_q_ptr, w_s_ptr, x_ptr, w_ptr, rows, outputs, columns, x_programs, x_min, x_max, w_min, w_max,
     even: tl.constexpr, fused: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
-    """The codes of the rows of x and then of w, if there is one, each by its own range"""
+    """The codes of the rows of x, and of w if there is one, each by its own range"""
     program = tl.program_id(0)
     if program < x_programs:
         _code_tile(
-            x_ptr, q_ptr, s_ptr, program, rows, columns, even, x_min, x_max, fused, block_rows, block_columns
+            x_ptr, x_q_ptr, x_s_ptr, program, rows, columns, even, x_min, x_max, fused, block_rows, block_columns
         )  # fmt: skip
     elif w_ptr is not None:
-        q_ptr += tl.cast(rows, tl.int64) * columns
         _code_tile(
-            w_ptr, q_ptr, s_ptr + rows, program - x_programs, outputs, columns, even, w_min, w_max, fused,
+            w_ptr, w_q_ptr, w_s_ptr, program - x_programs, outputs, columns, even, w_min, w_max, fused,
             block_rows, block_columns,
         )  # fmt: skip
 
@@ -90,17 +91,12 @@ def _sum_tiles(
 
 @triton.jit
 def _decode_operands(
-    x_ptr, w_ptr, sums_ptr, q_ptr, s_ptr, w_q_ptr, w_s_ptr, g_ptr,
+    x_ptr, w_ptr, sums_ptr, x_q_ptr, x_s_ptr, w_q_ptr, w_s_ptr, g_ptr,
     rows, outputs, columns, tiles, x_programs, across, sum_programs,
     block_rows: tl.constexpr, block_columns: tl.constexpr,
     steps: tl.constexpr, sum_rows: tl.constexpr, sum_columns: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """The sums of g's columns, each over ``steps`` tiles of rows; x and w = q * s; as far as there are pointers
-
-    Without pointers to the codes and scales of w, they come after those of x.
-    """
-    if w_ptr is not None and w_q_ptr is None:
-        w_q_ptr, w_s_ptr = q_ptr + tl.cast(rows, tl.int64) * columns, s_ptr + rows
+    """The sums of g's columns, each over ``steps`` tiles of rows; x and w = q * s; as far as there are pointers"""
     program = tl.program_id(0)
     if program < sum_programs:
         if sums_ptr is not None:
@@ -109,7 +105,7 @@ def _decode_operands(
     elif program < sum_programs + x_programs:
         if x_ptr is not None:
             tile = program - sum_programs
-            _decode_tile(x_ptr, q_ptr, s_ptr, tile, tiles, rows, columns, block_rows, block_columns)
+            _decode_tile(x_ptr, x_q_ptr, x_s_ptr, tile, tiles, rows, columns, block_rows, block_columns)
     else:
         if w_ptr is not None:
             tile = program - sum_programs - x_programs
@@ -129,8 +125,7 @@ def _add_sums(total_ptr, sums_ptr, chunks, outputs, block: tl.constexpr, width: 
 class LinearStep:
     """The launches of a step, for x of rows x inner and w of outputs x inner, with results in ``dtype``
 
-    Codes and scales are those of the rows of x, and then of w: q [rows + outputs, inner], scale [rows + outputs];
-    unless w was coded before.
+    Both have symmetric scales for each row, of the row's own range; where w has no grid, it was coded before.
     """
 
     def __init__(
@@ -144,30 +139,30 @@ class LinearStep:
         device: torch.device,
     ) -> None:
         self.rows, self.outputs, self.inner, self.dtype, self.device = rows, outputs, inner, dtype, device
-        self._coded_rows = rows + (0 if w_grid is None else outputs)
         block_columns = triton.next_power_of_2(inner)
         block_rows = max(1, CODE_TILE // block_columns)
-        programs = [triton.cdiv(size, block_rows) for size in (rows, self._coded_rows - rows)]
+        x_programs, w_programs = (triton.cdiv(size, block_rows) for size in (rows, 0 if w_grid is None else outputs))
         even = block_columns == inner and rows % block_rows == outputs % block_rows == 0
         ends = (float(end) for grid in (x_grid, w_grid or x_grid) for end in (grid.quant_min, grid.quant_max))
-        numbers = rows, outputs, inner, programs[0], *ends, even, not knobs.runtime.interpret
-        warps = max(1, block_rows * block_columns // 1024)
-        self._code = Launch(_code_operands, sum(programs), (*numbers, block_rows, block_columns), warps, device)
+        numbers = rows, outputs, inner, x_programs, *ends, even, not knobs.runtime.interpret
+        constants, warps = (block_rows, block_columns), max(1, block_rows * block_columns // 1024)
+        self._code = Launch(_code_operands, x_programs + w_programs, (*numbers, *constants), warps, device)
         self._product = product_launch(rows, outputs, inner, True, False, True, torch.float32, dtype, device)
+        self._sums = _column_sums(rows, outputs, device)
         self._decode: dict[tuple[bool, bool, bool], Launch] = {}
-        self._sums = ColumnSums(rows, outputs, device)
 
-    def forward(
-        self, x: Tensor, w: Tensor | None, bias: Tensor | None, w_codes: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """y = float(sum_k q_x * q_w) * (s_x * s_w) + b; the codes, and their scales"""
-        q = torch.empty((self._coded_rows, self.inner), dtype=torch.int8, device=self.device)
-        scale = torch.empty(self._coded_rows, dtype=torch.float32, device=self.device)
-        w_q, w_scale = w_codes or (None, None)
-        self._code(q, scale, x, w if w_codes is None else None)
+    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None, w_codes: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        """y = float(sum_k q_x * q_w) * (s_x * s_w) + b; and q_x, s_x, q_w, s_w"""
+        x_codes = self._empty_codes(self.rows)
+        if w_codes is None:
+            w_codes = self._empty_codes(self.outputs)
+            self._code(*x_codes, *w_codes, x, w)
+        else:
+            self._code(*x_codes, None, None, x, None)
+        (q_x, x_scale), (q_w, w_scale) = x_codes, w_codes
         y = torch.empty((self.rows, self.outputs), dtype=self.dtype, device=self.device)
-        run_product(self._product, q, w_q, y, scale, w_scale, None, None, bias)
-        return y, q, scale
+        run_product(self._product, q_x, q_w, y, x_scale, w_scale, None, None, bias)
+        return y, *x_codes, *w_codes
 
     def backward(
         self, g: Tensor, codes: Sequence[Tensor], of_x: bool, of_w: bool, bias: torch.dtype | None
@@ -179,44 +174,44 @@ class LinearStep:
         key = of_x, of_w, bias is not None
         if key not in self._decode:
             self._decode[key] = self._decode_launch(*key)
-        self._decode[key](x, w, sums, *(codes if len(codes) == 4 else (*codes, None, None)), g)
+        self._decode[key](x, w, sums, *(code.contiguous() for code in codes), g)
         return x, w, None if bias is None or sums is None else self._sums.add(sums, bias)
+
+    def _empty_codes(self, rows: int) -> tuple[Tensor, Tensor]:
+        q = torch.empty((rows, self.inner), dtype=torch.int8, device=self.device)
+        return q, torch.empty(rows, dtype=torch.float32, device=self.device)
 
     def _decode_launch(self, of_x: bool, of_w: bool, of_g: bool) -> Launch:
         block_columns = block_of(self.inner, 1024)
         block_rows, tiles = TILE // block_columns, triton.cdiv(self.inner, block_columns)
         sizes = self.rows * of_x, self.outputs * of_w
         x_programs, w_programs = (triton.cdiv(size, block_rows) * tiles for size in sizes)
-        blocks = block_rows, block_columns
-        return self._sums.launch(of_g, (self.inner, tiles, x_programs), blocks, x_programs + w_programs)
+        numbers = self.rows, self.outputs, self.inner, tiles, x_programs, self._sums.across, self._sums.programs * of_g
+        constants = block_rows, block_columns, *self._sums.constants
+        programs = self._sums.programs * of_g + x_programs + w_programs
+        return Launch(_decode_operands, programs, (*numbers, *constants), WARPS, self.device)
 
 
-class ColumnSums:
+class _ColumnSums:
     """Sums of the columns of a matrix in float32: those of chunks of its rows, and then of these, in their order"""
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         self.rows, self.columns, self.device = rows, columns, device
-        self._block = TILE // WIDTH, min(WIDTH, triton.next_power_of_2(columns))
-        self._across, tiles = triton.cdiv(columns, self._block[1]), triton.cdiv(rows, self._block[0])
+        block = TILE // WIDTH, min(WIDTH, triton.next_power_of_2(columns))
+        self.across, tiles = triton.cdiv(columns, block[1]), triton.cdiv(rows, block[0])
         # A power of two, so that the batches of a training have few kernels.
-        self._steps = triton.next_power_of_2(triton.cdiv(tiles, max(1, PROGRAMS // self._across)))
-        self._chunks = triton.cdiv(tiles, self._steps)
-        width = min(32, self._block[1])
+        steps = triton.next_power_of_2(triton.cdiv(tiles, max(1, PROGRAMS // self.across)))
+        self._chunks = triton.cdiv(tiles, steps)
+        self.programs, self.constants = self._chunks * self.across, (steps, *block, STAGES)
+        width = min(32, block[1])
         numbers = self._chunks, columns, triton.next_power_of_2(self._chunks), width
         self._add = Launch(_add_sums, triton.cdiv(columns, width), numbers, WARPS, device)
-        self._alone = self.launch(True, (1, 1, 0), (1, 1), 0)
 
-    def launch(self, sums: bool, numbers: tuple[int, int, int], blocks: tuple[int, int], programs: int) -> Launch:
-        """Of _decode_operands, with these sums or without"""
-        sum_programs = self._chunks * self._across * sums
-        sizes = self.rows, self.columns, *numbers, self._across, sum_programs
-        constants = *blocks, self._steps, *self._block, STAGES
-        return Launch(_decode_operands, sum_programs + programs, (*sizes, *constants), WARPS, self.device)
-
-    def run(self, g: Tensor, dtype: torch.dtype) -> Tensor:
-        """sum_m g[m, n]"""
-        self._alone(None, None, sums := self.empty(), *[None] * 4, g)
-        return self.add(sums, dtype)
+    @cached_property
+    def alone(self) -> Launch:
+        """The sums of chunks, and nothing else."""
+        numbers = self.rows, self.columns, 1, 1, 0, self.across, self.programs
+        return Launch(_decode_operands, self.programs, (*numbers, 1, 1, *self.constants), WARPS, self.device)
 
     def empty(self) -> Tensor:
         """For the sums of chunks."""
@@ -229,13 +224,22 @@ class ColumnSums:
         return total
 
 
+def column_sums(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_m g[m, n] in this dtype, added up in float32"""
+    columns = _column_sums(*g.shape, g.device)
+    columns.alone(None, None, sums := columns.empty(), *[None] * 4, g.contiguous())
+    return columns.add(sums, dtype)
+
+
 @cache
-def refusal(inner: int, device: torch.device) -> str:
+def refusal(inner: int, outputs: int, device: torch.device) -> str:
     """Why there is no such step of rows this long; "" where there is."""
     if inner > ONE_READ:
         return f"a program holds rows of {ONE_READ}, not of {inner}"
+    if outputs > WIDEST:
+        return f"the places of a tile in rows of {outputs} do not fit 32 bits"
     return row_refusal(inner) or (device_refusal(device.index) if device.type == "cuda" else "")
 
 
 linear_step = lru_cache(maxsize=4096)(LinearStep)
-column_sums = lru_cache(maxsize=4096)(ColumnSums)
+_column_sums = lru_cache(maxsize=4096)(_ColumnSums)

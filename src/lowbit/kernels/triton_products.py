@@ -64,12 +64,7 @@ def _product(
     described: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr,
     together: tl.constexpr, programs: tl.constexpr, fixed_turns: tl.constexpr, fixed_steps: tl.constexpr,
 ):  # fmt: skip
-    """y = float(sum_k x * w - z * sum_k w) * (s_x * s_w) + b; a program takes every ``programs``-th tile
-
-    Without a pointer to w, its rows and their scales come after those of x.
-    """
-    if w_ptr is None:
-        w_ptr, w_scale_ptr = x_ptr + tl.cast(rows, tl.int64) * inner, x_scale_ptr + rows
+    """y = float(sum_k x * w - z * sum_k w) * (s_x * s_w) + b; a program takes every ``programs``-th tile"""
     x = tl.make_tensor_descriptor(x_ptr, [rows, inner], [inner, 1], [block_rows, block_inner])
     w = tl.make_tensor_descriptor(w_ptr, [columns, inner], [inner, 1], [block_columns, block_inner])
     if described:
@@ -151,7 +146,7 @@ def scaled_product(
     x_scale: Tensor,
     w_scale: Tensor,
     zero_point: Tensor | None,
-    column_sums: Tensor | None,
+    w_sums: Tensor | None,
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -165,7 +160,7 @@ def scaled_product(
         *(x_scale.dtype, dtype, q_x.device),
     )
     tensors = q_x.contiguous(), q_w.contiguous(), y, x_scale.contiguous(), w_scale.contiguous()
-    run_product(launch, *tensors, zero_point, column_sums, bias)
+    run_product(launch, *tensors, zero_point, w_sums, bias)
     return y
 
 

@@ -44,6 +44,10 @@ class CodeLayer(QuantLayer):
         """How many sums each output has for this x; -1 where the layer does not take it."""
         raise NotImplementedError
 
+    def fits(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether the two have a product; else the parent's forward says so."""
+        return True
+
     def own_refusal(self, device: torch.device) -> str:
         """Why this layer never multiplies codes on this device, whatever its quantizers; "" where it may."""
         raise NotImplementedError
@@ -56,7 +60,7 @@ class CodeLayer(QuantLayer):
         x: Any = args[0] if args else kwargs.get("input")
         if self.product is None and self._may_multiply_codes(x):
             weight, bias = self._float("weight"), self._float("bias")
-            if _multiplies_codes(x, weight, bias):
+            if _multiplies_codes(x, weight, bias) and self.fits(x, weight):
                 device = x.device.type
                 dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
                 y = self.run_on_codes(x, weight, self._folded_bias(bias), dtype)

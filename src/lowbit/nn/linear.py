@@ -29,7 +29,10 @@ class LinearLayer(CodeLayer):
         return least if least is None or not size else -(-least // size)
 
     def count_sums(self, x: Tensor) -> int:
-        return x.numel() // x.shape[-1] if x.dim() and x.shape[-1] == self.in_features > 0 else -1
+        return x.numel() // x.shape[-1] if x.dim() and x.shape[-1] else -1
+
+    def fits(self, x: Tensor, weight: Tensor) -> bool:
+        return weight.dim() == 2 and x.shape[-1] == weight.shape[1]
 
     def own_refusal(self, device: torch.device) -> str:
         if type(self).float_class.forward is not nn.Linear.forward:
@@ -40,7 +43,8 @@ class LinearLayer(CodeLayer):
         if isinstance(weight, nn.Parameter) and not (self._edges or self._norm):
             quantizers = [self.quantizer(slot) for slot in ("input_quantizer", "weight_quantizer")]
             if all(quantizer.takes_own_rows for quantizer in quantizers):
-                w = weight if self._context.held is None else self.code_weight("weight_quantizer", weight)
+                held = self.holds("weight_quantizer", weight)
+                w = self.code_weight("weight_quantizer", weight) if held else weight
                 x_grid, w_grid = (quantizer.grid for quantizer in quantizers)
                 return linear_per_batch(x, w, bias, x_grid=x_grid, w_grid=w_grid, dtype=dtype)
         return super().run_on_codes(x, weight, bias, dtype)

@@ -128,15 +128,19 @@ class Slotted(nn.Module):
         coded: Coded = self._held(slot, weight, "codes", lambda: self.code(slot, weight))
         return coded
 
+    def holds(self, slot: str, weight: Tensor) -> bool:
+        """Whether what the quantizer of this slot makes of the weight is made once (``weights_once``)."""
+        held = self._context.held
+        if held is None or torch.compiler.is_compiling() or slot in self._edges or not isinstance(weight, nn.Parameter):
+            return False
+        return held.serves(weight) and getattr(self.quantizer(slot), "is_repeatable", False)
+
     def _held(self, slot: str, weight: Tensor, what: str, run: Callable[[], Any]) -> Any:
         """run(), or what it gave before, where weights are quantized once."""
         held = self._context.held
-        if held is None or torch.compiler.is_compiling() or slot in self._edges or not isinstance(weight, nn.Parameter):
+        if held is None or not isinstance(weight, nn.Parameter) or not self.holds(slot, weight):
             return run()
-        if not held.serves(weight):
-            return run()
-        quantizer = self.quantizer(slot)
-        return held.take(quantizer, weight, what, run) if getattr(quantizer, "is_repeatable", False) else run()
+        return held.take(self.quantizer(slot), weight, what, run)
 
     def start_weight(self, slot: str) -> None:
         """Start the scale of a weight from the weight as it is now."""
