@@ -338,22 +338,29 @@ def test_a_zero_point_of_uint8(device: torch.device) -> None:
     assert_same_bits(found[0].cpu(), found[1].cpu())
 
 
-def test_compiled_rows_with_their_own_ranges_are_one_op(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiled code calls on a GPU, in the interpreter."""
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+def test_compiled_rows_with_their_own_ranges_are_two_ops(
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What compiled code calls on a GPU, in the interpreter too; codes are what it keeps."""
     if not plan.runs("triton", torch.ones(1, device=device)):
-        pytest.skip("the op is Triton's")
+        pytest.skip("the ops are Triton's")
     monkeypatch.setattr(linear, "has_opaque_step", lambda *_: True)
     monkeypatch.delattr(linear, "integer_linear")
-    x, w = data((2, 5, 32)).to(device), nn.Parameter(data((8, 32), seed=1).detach().to(device))
-    bias = data((8,), seed=2).to(device)
+    leaves = [data(shape, seed=seed).detach().to(device) for seed, shape in enumerate([(2, 5, 32), (8, 32), (8,)])]
+    x, w, bias = (nn.Parameter(leaf) for leaf in leaves)
 
     def run(x: Tensor) -> Tensor:
         return linear_per_batch(x, w, bias, x_grid=Grid(8), w_grid=NARROW, dtype=torch.float32)
 
     torch.compiler.reset()
-    y, wanted = torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = torch.compile(run, backend=backend, fullgraph=True)(x)
+    assert sum(tensor.nbytes for tensor in kept) == (10 + 8) * (32 + 4)
+    wanted, g = run(x), inputs.random((2, 5, 8), seed=3).to(device)
     assert_same_bits(y.cpu(), wanted.cpu())
-    g = inputs.random(tuple(y.shape), seed=3).to(device)
-    pairs = zip(*(torch.autograd.grad(found, [x, w, bias], g) for found in (y, wanted)), strict=True)
-    for got, gradient in pairs:
-        torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-5)
+    for asked in ([x, w, bias], [w]):
+        pairs = zip(*(torch.autograd.grad(found, asked, g, retain_graph=True) for found in (y, wanted)), strict=True)
+        for got, gradient in pairs:
+            torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-5)

@@ -197,7 +197,7 @@ class _LinearPerBatch(torch.autograd.Function):
 
 
 class _OpaqueLinearPerBatch(torch.autograd.Function):
-    """The same in code that is being compiled, where the forward is one op"""
+    """The same in code that is being compiled, where a LinearStep is two ops"""
 
     @staticmethod
     def forward(
@@ -205,14 +205,20 @@ class _OpaqueLinearPerBatch(torch.autograd.Function):
     ) -> Tensor:
         numbers = [int(part) for grid in (x_grid, w_grid) for part in (grid.bits, grid.signed, grid.narrow)]
         y, *codes = torch.ops.lowbit.linear_step(x, w, bias, numbers, dtype)
-        ctx.dtype, ctx.bias_dtype = dtype, None if bias is None else bias.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*codes)
         ctx.carriers = _carrier(x), _carrier(w)
         return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))  # noqa: SLF001
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(ctx, grad_output, *_coded(ctx.saved_tensors, *ctx.carriers)), None, None, None
+        x, w = ctx.carriers
+        wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
+        g, bias_dtype = grad_output.reshape(-1, w.shape[0]), ctx.bias_dtype if wants_bias else None
+        found = iter(torch.ops.lowbit.linear_values(g, list(ctx.saved_tensors), wants_w, wants_x, bias_dtype))
+        dw = _shaped(g.t() @ next(found), w) if wants_w else None
+        dx = _shaped(g @ next(found), x) if wants_x else None
+        return dx, dw, next(found) if wants_bias else None, None, None, None
 
 
 def _coded(codes: Sequence[Tensor], x: Tensor, w: Tensor) -> tuple[Coded, Coded]:

@@ -189,6 +189,24 @@ def _(x: Tensor, w: Tensor, _bias: Tensor | None, _numbers: Sequence[int], dtype
     return results
 
 
+@torch.library.custom_op("lowbit::linear_values", mutates_args=())
+def _opaque_linear_values(
+    g: Tensor, codes: Sequence[Tensor], of_x: bool, of_w: bool, bias: torch.dtype | None
+) -> list[Tensor]:
+    from lowbit.kernels import triton_linear
+
+    (rows, outputs), inner = g.shape, codes[0].shape[1]
+    step = triton_linear.linear_step(rows, outputs, inner, Grid(8), None, g.dtype, g.device)
+    return [found for found in step.backward(g.contiguous(), codes, of_x, of_w, bias) if found is not None]
+
+
+@_opaque_linear_values.register_fake
+def _(g: Tensor, codes: Sequence[Tensor], of_x: bool, of_w: bool, bias: torch.dtype | None) -> list[Tensor]:
+    asked = [q for q, wanted in ((codes[0], of_x), (codes[2], of_w)) if wanted]
+    results = [torch.empty_like(q, dtype=g.dtype) for q in asked]
+    return results if bias is None else [*results, g.new_empty(g.shape[1], dtype=bias)]
+
+
 def code_rows(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, *, grid: Grid, per: Granularity, ste: SteKind | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
