@@ -37,8 +37,17 @@ def prepared(preset: str) -> Net:
 
 
 def calls_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of weight quantizers, each time that they run."""
+    """The names of weight quantizers, each time that they run, or that a layer does their work."""
     seen: list[str] = []
+    names = {weight: f"{name}_quantizer" for name, weight in model.named_parameters()}
+    per_batch = linear.linear_per_batch
+
+    def watched_per_batch(x: Tensor, w: Any, *args: Any, **options: Any) -> Tensor:
+        if isinstance(w, nn.Parameter):
+            seen.append(names[w])
+        return per_batch(x, w, *args, **options)
+
+    monkeypatch.setattr(linear, "linear_per_batch", watched_per_batch)
     for name, module in model.named_modules():
         if name.endswith("weight_quantizer"):
             for method in ("_quantize", "code"):
