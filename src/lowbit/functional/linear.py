@@ -240,9 +240,9 @@ def _gradients(ctx: Any, grad_output: Tensor, x: Coded, w: Coded) -> tuple[Tenso
     g = grad_output.reshape(-1, grad_output.shape[-1])
     dx = dw = db = None
     if wants_x:
-        dx = (g @ w.values(ctx.dtype)).view(x.q.shape).to(x.carrier.dtype)
+        dx = _shaped(g @ w.values(ctx.dtype), x.carrier)
     if wants_w:
-        dw = (g.t() @ x.values(ctx.dtype).reshape(-1, x.q.shape[-1])).to(w.carrier.dtype)
+        dw = _shaped(g.t() @ x.values(ctx.dtype).reshape(-1, x.q.shape[-1]), w.carrier)
     if wants_bias:
         db = column_sums(g, ctx.bias_dtype)
     return dx, dw, db
