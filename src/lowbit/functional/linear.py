@@ -203,8 +203,8 @@ class _OpaqueLinearPerBatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, x_grid: Grid, w_grid: Grid, dtype: torch.dtype
     ) -> Tensor:
-        numbers = [int(part) for grid in (x_grid, w_grid) for part in (grid.bits, grid.signed, grid.narrow)]
-        y, *codes = torch.ops.lowbit.linear_step(x, w, bias, numbers, dtype)
+        grids = plan.encode_grid(x_grid), plan.encode_grid(w_grid)
+        y, *codes = torch.ops.lowbit.linear_step(x, w, bias, *grids, dtype)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*codes)
         ctx.carriers = _carrier(x), _carrier(w)

@@ -370,14 +370,24 @@ def _(op: str, args: Sequence[Tensor | None], *encoded: Any) -> list[Tensor]:
 
 def encode(grid: Grid, per: Granularity, ste: SteKind) -> tuple[list[int], str, str]:
     """The three in what an op of torch's may take"""
-    return [grid.bits, int(grid.signed), int(grid.narrow), *per.numbers], type(per).__name__, ste.value
+    return [*encode_grid(grid), *per.numbers], type(per).__name__, ste.value
 
 
 @lru_cache(maxsize=4096)
 def decode(numbers: tuple[int, ...], per: str, ste: str) -> tuple[Grid, Granularity, SteKind]:
     """The reverse of ``encode``"""
-    bits, signed, narrow, *fields = numbers
-    return Grid(bits, bool(signed), bool(narrow)), getattr(granularity, per)(*fields), SteKind(ste)
+    return decode_grid(numbers[:3]), getattr(granularity, per)(*numbers[3:]), SteKind(ste)
+
+
+def encode_grid(grid: Grid) -> list[int]:
+    """Three numbers"""
+    return [grid.bits, int(grid.signed), int(grid.narrow)]
+
+
+def decode_grid(numbers: Sequence[int]) -> Grid:
+    """The reverse of ``encode_grid``"""
+    bits, signed, narrow = numbers
+    return Grid(bits, bool(signed), bool(narrow))
 
 
 def _options(**options: Any) -> dict[str, Any]:

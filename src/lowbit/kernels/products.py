@@ -171,17 +171,18 @@ def has_opaque_step(device: str, index: int | None, inner: int, outputs: int) ->
 
 @torch.library.custom_op("lowbit::linear_step", mutates_args=())
 def _opaque_linear_step(
-    x: Tensor, w: Tensor, bias: Tensor | None, numbers: Sequence[int], dtype: torch.dtype
+    x: Tensor, w: Tensor, bias: Tensor | None, x_grid: Sequence[int], w_grid: Sequence[int], dtype: torch.dtype
 ) -> list[Tensor]:
-    x_grid, w_grid = (Grid(bits, bool(signed), bool(narrow)) for bits, signed, narrow in (numbers[:3], numbers[3:]))
     w = w.contiguous()
-    step = linear_step(x, w, x_grid, w_grid, dtype)
+    step = linear_step(x, w, plan.decode_grid(x_grid), plan.decode_grid(w_grid), dtype)
     assert step is not None
     return list(step.forward(x.contiguous(), w, None if bias is None else bias.contiguous(), None))
 
 
 @_opaque_linear_step.register_fake
-def _(x: Tensor, w: Tensor, _bias: Tensor | None, _numbers: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+def _(
+    x: Tensor, w: Tensor, _bias: Tensor | None, _x_grid: Sequence[int], _w_grid: Sequence[int], dtype: torch.dtype
+) -> list[Tensor]:
     (outputs, inner), rows = w.shape, x.numel() // x.shape[-1]
     results = [x.new_empty((rows, outputs), dtype=dtype)]
     for size in (rows, outputs):

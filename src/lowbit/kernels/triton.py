@@ -20,6 +20,7 @@ from lowbit.kernels import triton_launch
 from lowbit.kernels.signature import Signature
 from lowbit.kernels.triton_formulas import (
     by_own_params,
+    codes_of_rows,
     collapsed,
     divided,
     ends_of,
@@ -307,11 +308,9 @@ def _code_weights(
     across = tl.arange(0, block)[None, :]
     inside = across < tl.multiple_of(length, aligned)
     x = widened(tl.load(x_ptr + tl.multiple_of(way, aligned) + across, mask=inside, other=0.0), tl.float32)
-    s, _, most, plainly = row_params(x, inside, "symmetric", False, 1, quant_min, quant_max, False)
-    first = row + tl.zeros((1, 1), tl.int32)
-    tl.store(s_ptr + first, tl.where(most == most, s, float("nan")))
-    y = by_own_params(x, s, tl.zeros_like(s), plainly, True, False, quant_min, quant_max, False, fused)
-    tl.store(q_ptr + tl.multiple_of(place, aligned) + across, y, mask=inside)
+    s, q = codes_of_rows(x, inside, False, 1, quant_min, quant_max, fused)
+    tl.store(s_ptr + row + tl.zeros((1, 1), tl.int32), s)
+    tl.store(q_ptr + tl.multiple_of(place, aligned) + across, q, mask=inside)
 
 
 @triton.jit

@@ -270,3 +270,13 @@ def by_own_params(
     else:
         y = code_of(v)
     return y
+
+
+@triton.jit
+def codes_of_rows(
+    x, inside, even: tl.constexpr, block_rows: tl.constexpr, quant_min, quant_max, fused: tl.constexpr
+):  # fmt: skip
+    """s, symmetric, from the range of each row, NaN where it holds one, which codes do not know; and the codes"""
+    s, _, most, plainly = row_params(x, inside, "symmetric", even, block_rows, quant_min, quant_max, False)
+    q = by_own_params(x, s, tl.zeros_like(s), plainly, True, False, quant_min, quant_max, False, fused)
+    return tl.where(most == most, s, float("nan")), q

@@ -13,7 +13,7 @@ from triton import knobs
 
 from lowbit.grid import Grid
 from lowbit.kernels.tiling import block_of
-from lowbit.kernels.triton_formulas import by_own_params, narrowed, row_params, widened
+from lowbit.kernels.triton_formulas import codes_of_rows, narrowed, widened
 from lowbit.kernels.triton_launch import ONE_READ, Launch
 from lowbit.kernels.triton_products import device_refusal, product_launch, row_refusal, run_product
 
@@ -38,9 +38,8 @@ def _code_tile(
     base, offsets = first.to(tl.int64) * columns, down * columns + across
     x = widened(tl.load(x_ptr + base + offsets, None if even else inside), tl.float32)
     x = x if even else tl.where(inside, x, 0.0)
-    s, _, most, plainly = row_params(x, inside, "symmetric", even, block_rows, quant_min, quant_max, False)
-    q = by_own_params(x, s, tl.zeros_like(s), plainly, True, False, quant_min, quant_max, False, fused)
-    tl.store(s_ptr + first + down, tl.where(most == most, s, float("nan")), known)  # codes know no NaN
+    s, q = codes_of_rows(x, inside, even, block_rows, quant_min, quant_max, fused)
+    tl.store(s_ptr + first + down, s, known)
     tl.store(q_ptr + base + offsets, q, None if even else inside)
 
 
