@@ -19,7 +19,7 @@ from lowbit.functional.check import (
 from lowbit.functional.learned import floor_scale
 from lowbit.functional.statistics import (
     abs_max,
-    blend_into,
+    follow,
     least_error_params,
     mean_abs,
     mean_std,
@@ -229,9 +229,8 @@ class ScaleState(nn.Module):
 
     def _blend(self, x: Tensor, decay: float, ranks: Ranks | None) -> None:
         """state = decay * state + (1 - decay) * batch, for groups with data; a group's first data is copied in"""
-        batch = (abs_max(x, self.per, ranks),) if self.symmetric else min_max(x, self.per, ranks)
         names = ("scale", "initialized") if self.symmetric else ("low", "high", "scale", "zero_point", "initialized")
-        blend_into([getattr(self, name) for name in names], batch, decay, self.grid)
+        follow([getattr(self, name) for name in names], x, self.per, decay, self.grid, ranks)
 
     def _start(self, x: Tensor, mode: Learned, ranks: Ranks | None) -> None:
         """The first value of a learned scale; a group without data starts at the mean of the others"""

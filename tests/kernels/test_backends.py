@@ -14,6 +14,9 @@ import inputs
 from backends import FAST, INTERPRETED, assert_all_same_bits, call, device_of, other_memory
 from compare import assert_same_bits
 from lowbit import Grid, PerBlock, PerChannel, PerGroup, PerTensor, PerToken, SteKind
+from lowbit.functional.statistics import follow
+from lowbit.granularity import Granularity
+from lowbit.kernels import plan
 from lowbit.kernels.signature import Memory
 
 GRIDS = (Grid(8), Grid(2), Grid(4, narrow=True), Grid(1, signed=False), Grid(16, signed=False), Grid(16))
@@ -201,6 +204,29 @@ def test_ema(backend: str, grid: Grid, fast_device: torch.device) -> None:
             assert_all_same_bits("ema_scale", backend, high, *args, grid=grid)
             args = (low, high, state_low, state_high, scale, zero_point, initialized, decay)
             assert_all_same_bits("ema_range", backend, low, *args, grid=grid)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("per", [PerTensor(), PerChannel(0), PerChannel(1), PerGroup(2)], ids=str)
+def test_following_is_a_statistic_and_an_ema(per: Granularity, symmetric: bool, device: torch.device) -> None:
+    """In one call where a backend has one: also groups without data, NaN, and memory in another order."""
+    x = inputs.random((6, 4)).float().to(device)
+    x[0], x[1, 1], x[2, 2] = 0.0, float("nan"), float("inf")
+    shape, grid = per.scale_shape(x.shape), Grid(8, signed=symmetric)
+    floats = [torch.ones(shape, device=device) for _ in range(1 if symmetric else 3)]
+    zero_points = [] if symmetric else [torch.ones(shape, dtype=torch.int32, device=device)]
+    state = [*floats, *zero_points, torch.zeros(shape, dtype=torch.bool, device=device)]
+    for batch in (x, x.t().contiguous().t() * 2, x.to(torch.bfloat16), x.double(), torch.zeros_like(x)):
+        wanted = [tensor.clone() for tensor in state]
+        with plan.prefer("reference"):
+            assert not plan.follow(wanted, batch, per, 0.9, grid)
+            follow(wanted, batch, per, 0.9, grid)
+        copies = [tensor.clone() for tensor in state]
+        served = plan.runs("triton", batch) and batch.dtype != torch.float64
+        assert plan.follow(copies, batch, per, 0.9, grid) == served
+        follow(state, batch, per, 0.9, grid)
+        for found, want in zip(state, wanted, strict=True):
+            assert_same_bits(found.cpu(), want.cpu())
 
 
 @pytest.mark.parametrize("result", inputs.FLOATS, ids=str)

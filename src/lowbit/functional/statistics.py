@@ -44,12 +44,17 @@ def count_finite(x: Tensor, per: Granularity) -> Tensor:
 
 
 @torch.no_grad()
-def blend_into(state: list[Tensor], batch: tuple[Tensor, ...], decay: float, grid: Grid) -> None:
-    """Take a batch into an EMA's state: scale and initialized; affine: low, high, scale, zero point, initialized"""
-    op = "ema_scale" if len(batch) == 1 else "ema_range"
+def follow(
+    state: list[Tensor], x: Tensor, per: Granularity, decay: float, grid: Grid, ranks: Ranks | None = None
+) -> None:
+    """Take x into an EMA's state: scale and initialized; affine: low, high, scale, zero point, initialized"""
+    if ranks is None and plan.follow(state, x, per, decay, grid):
+        return
+    symmetric = len(state) == 2
+    batch: tuple[Tensor, ...] = (abs_max(x, per, ranks),) if symmetric else min_max(x, per, ranks)
     if state[0].dtype == torch.float64:  # a module moved to double
         batch = tuple(value.double() for value in batch)
-    plan.update(state, op, batch[0], *batch, *state, decay, grid=grid)
+    plan.update(state, "ema_scale" if symmetric else "ema_range", batch[0], *batch, *state, decay, grid=grid)
 
 
 @torch.no_grad()

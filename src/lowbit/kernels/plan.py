@@ -258,9 +258,20 @@ def run(
     return plan.run(*args, **options)
 
 
+def follow(state: Sequence[Tensor], x: Tensor, per: Granularity, decay: float, grid: Grid) -> bool:
+    """Take x's range into the state of an EMA, in that state's own memory; whether a backend does so in one call"""
+    if is_traced(x, *state) or torch.float64 in (x.dtype, state[0].dtype):
+        return False
+    if not runs("triton", x) or not all(_is_writable(held) for held in state):
+        return False
+    _backend("triton").follow(x, state, per, decay, grid)
+    torch.autograd.graph.increment_version(state)
+    return True
+
+
 def update(state: Sequence[Tensor], op: str, like: Tensor, *args: Any, grid: Grid) -> None:
     """What ``run`` gives of an op whose results are the state of an EMA, in that state's own memory"""
-    if not is_traced(*args) and all(held.is_contiguous() and not held.is_inference() for held in state):
+    if not is_traced(*args) and all(_is_writable(held) for held in state):
         records = grid, PerTensor(), SteKind.CLIPPED_IDENTITY
         plan = _select(op, like.shape, like.stride(), like.dtype, like.device, *records, _candidates)
         if plan.backend != "reference":
@@ -269,6 +280,10 @@ def update(state: Sequence[Tensor], op: str, like: Tensor, *args: Any, grid: Gri
             return
     for held, new in zip(state, run(op, like, *args, grid=grid), strict=True):
         held.copy_(new)
+
+
+def _is_writable(state: Tensor) -> bool:
+    return state.is_contiguous() and not state.is_inference()
 
 
 def runs(backend: str, tensor: Tensor) -> bool:

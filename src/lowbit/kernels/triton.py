@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowbit.granularity import Granularity
 from lowbit.grid import Grid
 from lowbit.kernels import triton_launch
 from lowbit.kernels.signature import Signature
@@ -35,6 +36,7 @@ from lowbit.kernels.triton_formulas import (
     slope_of,
     widened,
 )
+from lowbit.kernels.triton_rows import code_row
 from lowbit.ste import SteKind
 
 ACCUMULATOR: torch.dtype | None = None
@@ -222,12 +224,14 @@ def _reduce(
 
 
 @triton.jit
-def _finish(
-    y_ptr, z_ptr, a_ptr, b_ptr, groups, repeats, channels, inner,
+def _gather(
+    a_ptr, b_ptr, groups, repeats, channels, inner,
     kind: tl.constexpr, block: tl.constexpr, block_groups: tl.constexpr, rounds: tl.constexpr, wide: tl.constexpr,
-    quant_min, quant_max, double: tl.constexpr,
+    double: tl.constexpr,
 ):  # fmt: skip
-    """The results of each group, from its partial results [outer, repeats, channels, inner]"""
+    """This program's groups, which of them there are, and the sum of their partial results [outer, repeats, channels,
+    inner]: what the reduction of ``kind`` makes of them
+    """
     math: tl.constexpr = tl.float64 if double else tl.float32
     group = tl.program_id(0) * block_groups + tl.arange(0, block_groups)[None, :]
     known = group < groups
@@ -250,6 +254,19 @@ def _finish(
             d = tl.load(b_ptr + offsets, mask=inside, other=float("-inf"))
         a, b = _join(a, b, c, d, kind)
     a, b = collapsed(a, b, 0, kind)
+    return group, known, a, b
+
+
+@triton.jit
+def _finish(
+    y_ptr, z_ptr, a_ptr, b_ptr, groups, repeats, channels, inner,
+    kind: tl.constexpr, block: tl.constexpr, block_groups: tl.constexpr, rounds: tl.constexpr, wide: tl.constexpr,
+    double: tl.constexpr, quant_min, quant_max,
+):  # fmt: skip
+    """The results of each group, from its partial results"""
+    group, known, a, b = _gather(
+        a_ptr, b_ptr, groups, repeats, channels, inner, kind, block, block_groups, rounds, wide, double
+    )  # fmt: skip
     a, b = params_of(a, b, kind, quant_min, quant_max, double)
     _store(y_ptr + group, a, known, False)
     if z_ptr is not None:
@@ -350,31 +367,12 @@ def _code_row(
     octets, single: tl.constexpr, block: tl.constexpr, steps: tl.constexpr, rule: tl.constexpr,
     quant_min, quant_max, double: tl.constexpr, fused: tl.constexpr,
 ):  # fmt: skip
-    """The codes of a row, their bits (see _gradient_bits), and the row's scale, NaN where it holds one: in one read"""
-    math: tl.constexpr = tl.float64 if double else tl.float32
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.zeros((1, 1), tl.int64) + (0 if single else row)
-    first, place = tl.arange(0, block)[:, None], tl.arange(0, 8)[None, :]
-    given = tl.load(s_ptr + group)
-    s = given.to(math)
-    z = tl.zeros_like(s) if z_ptr is None else tl.load(z_ptr + group).to(math)
-    low, high, inverse = quant_min - z, quant_max - z, inverse_of(s, fused)
-    lost = tl.zeros((block, 8), tl.int32)
-    for step in range(steps):
-        index = step * block + first
-        octet, known = row * octets + index, index < octets
-        inside = known & (place < 8)
-        x = widened(tl.load(x_ptr + octet * 8 + place, mask=inside, other=0.0), math).to(math)
-        lost |= (x != x).to(tl.int32)
-        v = rounded(quotient_of(x, s, inverse, low, high, fused), double)
-        q = (tl.where(x == x, v, 0.0) + z).to(tl.int32)
-        tl.store(q_ptr + octet * 8 + place, q.to(tl.int8), mask=inside)
-        if bits_ptr is not None:
-            passed = gradient_of(tl.full(x.shape, 1.0, math), x, s, inverse, low, high, rule, double, fused) != 0
-            bits = tl.sum((passed & inside).to(tl.int32) << place, 1, keep_dims=True)
-            tl.store(bits_ptr + octet, bits.to(tl.uint8), mask=known)
-    held = tl.max(tl.max(lost, 1, keep_dims=True), 0, keep_dims=True)
-    tl.store(marked_ptr + row + tl.zeros((1, 1), tl.int32), tl.where(held == 0, given, float("nan")))
+    """The codes of a row, and what goes with them, by one scale or by the row's own"""
+    row = tl.program_id(0)
+    code_row(
+        q_ptr, bits_ptr, marked_ptr, None, x_ptr, s_ptr, z_ptr, row, 0 if single else row, 0,
+        octets, block, steps, rule, quant_min, quant_max, double, fused,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -391,25 +389,29 @@ def _select(y_ptr, g_ptr, bits_ptr, elements, wide: tl.constexpr, block: tl.cons
 def _ema(
     a_ptr, b_ptr, low_ptr, high_ptr, s_ptr, z_ptr, started_ptr,
     new_low_ptr, new_high_ptr, new_s_ptr, new_z_ptr, new_started_ptr,
-    groups, decay, rest,
-    quant_min, quant_max, kind: tl.constexpr, block: tl.constexpr,
+    groups, repeats, channels, inner,
+    kind: tl.constexpr, block: tl.constexpr, block_groups: tl.constexpr, rounds: tl.constexpr, wide: tl.constexpr,
+    double: tl.constexpr, quant_min, quant_max, decay, rest,
 ):  # fmt: skip
-    """state = decay * state + rest * batch where the batch has data; the first is copied in (see the reference)"""
-    group = tl.program_id(0) * block + tl.arange(0, block)
-    known = group < groups
+    """state = decay * state + rest * batch where the batch, of whose parts a and b tell, has data; the first is copied
+    in (see the reference)
+    """
+    group, known, a, b = _gather(
+        a_ptr, b_ptr, groups, repeats, channels, inner, kind, block, block_groups, rounds, wide, double
+    )  # fmt: skip
+    a, b = params_of(a, b, kind, quant_min, quant_max, double)
     started = tl.load(started_ptr + group, mask=known, other=0) != 0
-    s, a = tl.load(s_ptr + group, mask=known, other=1.0), tl.load(a_ptr + group, mask=known, other=0.0)
-    if kind == "symmetric":
+    s = tl.load(s_ptr + group, mask=known, other=1.0)
+    if kind == "abs_max":
         has_data = a > 0
-        batch, _ = params_of(a, a, kind, quant_min, quant_max, False)
+        batch, _ = params_of(a, a, "symmetric", quant_min, quant_max, double)
         s = tl.where(has_data, tl.where(started, decay * s + rest * batch, batch), s)
     else:
-        b = tl.load(b_ptr + group, mask=known, other=0.0)
         has_data = (a != 0) | (b != 0)
         low, high = tl.load(low_ptr + group, mask=known, other=0.0), tl.load(high_ptr + group, mask=known, other=0.0)
         low = tl.where(has_data, tl.where(started, decay * low + rest * a, a), low)
         high = tl.where(has_data, tl.where(started, decay * high + rest * b, b), high)
-        new_s, new_z = params_of(low, high, kind, quant_min, quant_max, False)
+        new_s, new_z = params_of(low, high, "affine", quant_min, quant_max, double)
         z = tl.load(z_ptr + group, mask=known, other=0)
         tl.store(new_low_ptr + group, low, mask=known)
         tl.store(new_high_ptr + group, high, mask=known)
@@ -420,6 +422,12 @@ def _ema(
 
 
 _KERNELS = triton_launch.Kernels(_map, _reduce, _finish, _quantize_rows, _ema, _gradient_bits)
+
+
+def follow(x: Tensor, state: Sequence[Tensor], per: Granularity, decay: float, grid: Grid) -> None:
+    """What ema_scale or ema_range makes of the state and of x's range, in the state's own memory"""
+    like = x.shape, x.stride(), x.dtype, x.device
+    triton_launch.follow_launches(_KERNELS, *like, grid, per, len(state) == 2, decay)(x, state)
 
 
 def select(grad_output: Tensor, bits: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from lowbit.granularity import Granularity
 from lowbit.grid import Grid
 from lowbit.kernels.nan import mark_nan
 from lowbit.kernels.signature import Signature
@@ -170,7 +171,7 @@ def _learned_backward(signature: Signature, kernels: Kernels) -> Callable[..., A
     memory, own, wide, shape = signature.memory, signature.dtype, signature.math_dtype, signature.scale_shape
     tiling = plan_tiles(signature, reduces=True)
     launches = {method: _map(signature, kernels, method, tiling) for method in ("lsq", "pact")}
-    finish = _finish(signature, kernels, tiling, "sum")
+    finish = _gathered(signature, kernels.finish, tiling, "sum")
 
     def run(
         grad_output: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, method: str = "lsq"
@@ -269,7 +270,7 @@ def _gradient_bits(signature: Signature, kernels: Kernels) -> Callable[..., Any]
     """(x, scale, zero_point=None) -> a bit for each element in the order of memory"""
     memory, grid, elements = signature.memory, signature.grid, math.prod(signature.shape)
     layout, double = memory.layout, signature.dtype == torch.float64
-    constants = signature.ste.value, float(grid.quant_min), float(grid.quant_max), double
+    constants = signature.ste.value, *_ends(grid), double
     single = math.prod(signature.scale_shape) == 1
     launch = bits_launch(kernels.gradient_bits, elements, (*layout, single), signature.device, constants)
 
@@ -305,9 +306,8 @@ def row_launch(
     octets = columns // 8
     block = min(ROW_BLOCK, triton.next_power_of_2(octets))
     rule, fused = "identity" if ste is None else ste.value, not double and not knobs.runtime.interpret
-    ends = float(grid.quant_min), float(grid.quant_max)
     numbers = octets, single, block, -(-octets // block)
-    return Launch(function, rows, (*numbers, rule, *ends, double, fused), max(1, min(8, block // 64)), device)
+    return Launch(function, rows, (*numbers, rule, *_ends(grid), double, fused), max(1, min(8, block // 64)), device)
 
 
 @lru_cache(maxsize=16)
@@ -325,7 +325,7 @@ def weights_launch(
     table = torch.cat(parts, 1)
     block = triton.next_power_of_2(max(columns for _, _, columns in places))
     aligned = math.gcd(*steps)
-    numbers = table.shape[1], block, aligned, float(grid.quant_min), float(grid.quant_max), not knobs.runtime.interpret
+    numbers = table.shape[1], block, aligned, *_ends(grid), not knobs.runtime.interpret
     return table.to(device), Launch(function, table.shape[1], numbers, max(1, block // 1024), device)
 
 
@@ -335,7 +335,7 @@ def _measure(signature: Signature, kernels: Kernels, kind: str) -> Callable[[Ten
     arrays, second_dtype = (2 if kind in ("min_max", "affine") else 1), (torch.int32 if kind == "affine" else wide)
     tiling = plan_tiles(signature, reduces=True)
     reduce = _tiled(signature, kernels.reduce, tiling, kind, tiling.complete)
-    finish = _finish(signature, kernels, tiling, kind)
+    finish = _gathered(signature, kernels.finish, tiling, kind)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
         first = torch.empty(shape, dtype=wide, device=x.device)
@@ -355,24 +355,55 @@ def _ema(signature: Signature, kernels: Kernels) -> Callable[..., Sequence[Tenso
     """(what the batch says, the state, decay, *, into=None) -> the state, new, in memory of its own or in this"""
     groups, grid, device = math.prod(signature.shape), signature.grid, signature.device
     symmetric = signature.op == "ema_scale"
-    constants = float(grid.quant_min), float(grid.quant_max), "symmetric" if symmetric else "affine", EMA_BLOCK
+    constants = "abs_max" if symmetric else "min_max", 1, EMA_BLOCK, 1, False, False, *_ends(grid)
 
     @cache
     def launch(decay: float) -> Launch:
-        return Launch(kernels.ema, -(-groups // EMA_BLOCK), (groups, decay, 1 - decay, *constants), 1, device)
+        numbers = groups, 1, groups, 1
+        return Launch(kernels.ema, -(-groups // EMA_BLOCK), (*numbers, *constants, decay, 1 - decay), 1, device)
 
     def ema(*args: Any, into: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
         *given, decay = args
         tensors = [tensor.contiguous() for tensor in given]
-        results = [torch.empty_like(tensor) for tensor in tensors[1 if symmetric else 2 :]] if into is None else into
-        if symmetric:
-            magnitude, scale, started = tensors
-            launch(decay)(magnitude, None, None, None, scale, None, started, None, None, results[0], None, results[1])
-        else:
-            launch(decay)(*tensors, *results)
+        batch, state = ((tensors[0], None), tensors[1:]) if symmetric else (tensors[:2], tensors[2:])
+        results = [torch.empty_like(tensor) for tensor in state] if into is None else into
+        launch(decay)(*batch, *_ema_state(state), *_ema_state(results))
         return results
 
     return ema
+
+
+def _ema_state(state: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """low, high, scale, zero point, initialized; a symmetric state has but two of them"""
+    return (None, None, state[0], None, state[1]) if len(state) == 2 else state
+
+
+@lru_cache(maxsize=4096)
+def follow_launches(
+    kernels: Kernels,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    grid: Grid,
+    per: Granularity,
+    symmetric: bool,
+    decay: float,
+) -> Callable[[Tensor, Sequence[Tensor]], None]:
+    """(x, state): x's range, and the state of an EMA that takes it in, in its own memory"""
+    signature = Signature(
+        "abs_max" if symmetric else "min_max", shape, stride, dtype, device, grid, per, SteKind.IDENTITY
+    )
+    memory, tiling, arrays = signature.memory, plan_tiles(signature, reduces=True), 1 if symmetric else 2
+    reduce = _tiled(signature, kernels.reduce, tiling, signature.op, False)
+    blend = _gathered(signature, kernels.ema, tiling, signature.op, decay, 1 - decay)
+
+    def follow(x: Tensor, state: Sequence[Tensor]) -> None:
+        partials = _partials(tiling, arrays, torch.float32, device)
+        reduce(memory.arrange(x), *partials)
+        blend(*partials, *_ema_state(state), *_ema_state(state))
+
+    return follow
 
 
 MAKERS: dict[str, Callable[[Signature, Kernels], Callable[..., Any]]] = {
@@ -423,20 +454,23 @@ def _tiled(
     # The interpreter's fma rounds twice, so that there only the division itself is right; and where scales differ by
     # column, a thread would hold too many numbers for each.
     fused = not double and not knobs.runtime.interpret and tiling.by_row
-    grid = signature.grid
-    arguments = (*tiling.arguments(), *constants, float(grid.quant_min), float(grid.quant_max), double, fused)
+    arguments = (*tiling.arguments(), *constants, *_ends(signature.grid), double, fused)
     return Launch(function, tiling.programs, arguments, warps or tiling.warps, signature.device)
 
 
-def _finish(signature: Signature, kernels: Kernels, tiling: Tiling, kind: str) -> Launch:
+def _gathered(signature: Signature, function: Any, tiling: Tiling, kind: str, *numbers: float) -> Launch:
+    """A kernel of a few scale groups a program, whose partial results it puts together"""
     _, repeats, channels, inner = tiling.partials
     # Neighbours in memory are the groups where inner is 1, else one group's own partial results.
     block = min(32 if inner == 1 else 1024, triton.next_power_of_2(repeats * inner))
     block_groups = min(32, 1024 // block, triton.next_power_of_2(tiling.groups))
     rounds = triton.next_power_of_2(-(-repeats * inner // block))
     wide = math.prod(tiling.partials) >= 1 << 30
-    grid, double = signature.grid, signature.dtype == torch.float64
-    numbers = (tiling.groups, repeats, channels, inner)
-    constants = (kind, block, block_groups, rounds, wide, float(grid.quant_min), float(grid.quant_max), double)
+    sizes, double = (tiling.groups, repeats, channels, inner), signature.dtype == torch.float64
+    arguments = *sizes, kind, block, block_groups, rounds, wide, double, *_ends(signature.grid), *numbers
     warps = max(1, min(8, block * block_groups // 128))
-    return Launch(kernels.finish, -(-tiling.groups // block_groups), (*numbers, *constants), warps, signature.device)
+    return Launch(function, -(-tiling.groups // block_groups), arguments, warps, signature.device)
+
+
+def _ends(grid: Grid) -> tuple[float, float]:
+    return float(grid.quant_min), float(grid.quant_max)
