@@ -15,7 +15,7 @@ ROOMS = {
     r"\bctx\b|autograd\.Function": r"functional/",
     r"nn\.Parameter\(|register_buffer": r"scale_state\.py|observers\.py|nn/|bench/networks\.py",
     r"\.round\(|\.round_\(|torch\.round": r"kernels/|scale\.py|bench/contenders\.py",
-    r"\btl\.": r"kernels/triton(_formulas|_linear|_products)?\.py",
+    r"\btl\.": r"kernels/triton(_formulas|_linear|_products|_rows)?\.py",
     r"\n *import triton|from triton": r"kernels/triton|kernels/tiling",
     r"\bimport onnx": r"export/",
     r"\bprint\(|os\.environ|sys\.argv": r"cli\.py|app/|bench/__main__\.py",

@@ -12,7 +12,7 @@ from lowbit.functional import fake_quantize, fake_quantize_backward, learned_fak
 from lowbit.functional.check import check_grad, check_per, check_ste
 from lowbit.functional.fake_quantize import fake_quantize_per_batch
 from lowbit.functional.linear import Coded, code, code_per_batch
-from lowbit.granularity import Granularity, PerChannel, PerTensor, PerToken
+from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.grid import Grid
 from lowbit.observers import Observer
 from lowbit.ranks import Ranks
@@ -121,8 +121,27 @@ class FakeQuantize(ScaleState):
     @property
     def takes_own_rows(self) -> bool:
         """Whether each row of a matrix has the symmetric scale of its own range, and nothing else asks for the data."""
-        by_row = self.per == PerToken() or self.per == PerChannel(0)
-        return by_row and self.symmetric and self.grid.fits_int8 and self.grid.signed and self.is_repeatable
+        return (self.per == PerToken() or self.per == PerChannel(0)) and self._takes_own_symmetric_range
+
+    @property
+    def takes_own_groups(self) -> bool:
+        """The same for each group of a row."""
+        return isinstance(self.per, PerGroup) and self._takes_own_symmetric_range
+
+    @property
+    def _takes_own_symmetric_range(self) -> bool:
+        return self.symmetric and self.grid.fits_int8 and self.grid.signed and self.is_repeatable
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether its state is one scale for a whole tensor, in float32."""
+        is_state = isinstance(self.scale_mode, EMA | Fixed) and self.per == PerTensor()
+        return is_state and self.scale.dtype == torch.float32
+
+    def state_after(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The state's own scale and zero point (None for 0), once x is taken in; they change with the state."""
+        self._take_in(x)
+        return self.scale, None if self.symmetric else self.zero_point
 
     def _take_in(self, x: Tensor) -> Ranks | None:
         """Check x and take its statistics in; the ranks that share them."""

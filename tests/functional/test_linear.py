@@ -12,11 +12,19 @@ from torch import Tensor, nn
 
 import inputs
 from compare import assert_same_bits
-from lowbit import Grid, PerChannel, PerTensor, PerToken, SteKind
+from lowbit import Grid, PerChannel, PerGroup, PerTensor, PerToken, SteKind
 from lowbit.functional import fake_quantize, fake_quantize_backward, linear
-from lowbit.functional.linear import Coded, code, code_parameters, code_per_batch, integer_linear, linear_per_batch
+from lowbit.functional.linear import (
+    Coded,
+    code,
+    code_parameters,
+    code_per_batch,
+    integer_linear,
+    linear_by_kept_scale,
+    linear_per_batch,
+)
 from lowbit.kernels import plan
-from lowbit.kernels.products import code_rows, column_sums
+from lowbit.kernels.products import code_rows, column_sums, select, selected_product
 from oracle import group_index
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -338,6 +346,131 @@ def test_a_zero_point_of_uint8(device: torch.device) -> None:
     assert_same_bits(found[0].cpu(), found[1].cpu())
 
 
+KEPT = {
+    "8 bits": (Grid(8), SteKind.CLIPPED_IDENTITY, False),
+    "8 bits, unsigned, affine": (Grid(8, signed=False), SteKind.CLIPPED_IDENTITY, True),
+    "8 bits, unsigned": (Grid(8, signed=False), SteKind.IN_RANGE, False),
+    "3 bits, affine": (Grid(3, signed=False), SteKind.IN_RANGE, True),
+    "4 bits, identity": (Grid(4), SteKind.IDENTITY, False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("shape", "outputs"), [((70, 48), 40), ((2, 3, 32), 7), ((1, 16), 8)])
+@pytest.mark.parametrize(("coded", "kind"), [(False, kind) for kind in KEPT] + [(True, "8 bits, unsigned, affine")])
+def test_one_scale_that_is_kept(
+    kind: str, coded: bool, shape: tuple[int, ...], outputs: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The backward is that of the scale that the forward had, whatever the state has become."""
+    grid, ste, affine = KEPT[kind]
+    x, w = data(shape, dtype).to(device), nn.Parameter(data((outputs, shape[-1]), dtype, seed=1).detach().to(device))
+    bias = data((outputs,), dtype, seed=2).to(device)
+    scale, zero_point = inputs.params(x, PerTensor(), grid, affine=affine)
+    scale = scale.float() * 0.6
+    kept = scale.clone(), None if zero_point is None else zero_point.clone()
+    given, records = WEIGHTS["channels"](w), {"x_grid": grid, "w_grid": NARROW, "ste": ste, "dtype": dtype}
+    wanted = integer_linear(code(x, scale, zero_point, grid=grid, per=PerTensor(), ste=ste), given, bias)
+    y = linear_by_kept_scale(x, kept, given if coded else w, bias, **records)
+    for state in kept:
+        if state is not None:
+            state += 1
+    assert_same_bits(y.cpu(), wanted.cpu())
+    g = inputs.random(tuple(y.shape), seed=3).to(dtype).to(device)
+    gradients, eps = torch.autograd.grad(wanted, [x, w, bias], g), torch.finfo(dtype).eps
+    for got, gradient in zip(torch.autograd.grad(y, [x, w, bias], g), gradients, strict=True):
+        torch.testing.assert_close(got, gradient, rtol=8 * eps, atol=64 * eps)
+    if ste is not SteKind.IDENTITY and x.numel() > 16:
+        assert 0 < int((gradients[0] == 0).sum()) < x.numel()
+
+
+def kept_by(run: Callable[[], object]) -> int:
+    """Bytes that autograd keeps."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+        run()
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
+
+
+def test_one_scale_that_is_kept_knows_nan_and_second_derivatives(device: torch.device) -> None:
+    x, w = data((6, 32)).to(device), nn.Parameter(data((8, 32), seed=1).detach().to(device))
+    scale = torch.tensor(0.01, device=device)
+    records = {"x_grid": Grid(8), "w_grid": NARROW, "ste": SteKind.CLIPPED_IDENTITY, "dtype": torch.float32}
+    found = []
+    coded = code(x, scale, None, grid=Grid(8), per=PerTensor(), ste=SteKind.CLIPPED_IDENTITY)
+    wanted = integer_linear(coded, WEIGHTS["channels"](w))
+    for y in (linear_by_kept_scale(x, (scale, None), w, **records), wanted):
+        first = torch.autograd.grad(y.square().sum(), [x, w], create_graph=True)
+        found.append(torch.autograd.grad(sum(part.square().sum() for part in first), [x, w]))
+    for got, gradient in zip(*found, strict=True):
+        assert gradient.any()
+        torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-3)
+    with torch.no_grad():
+        x[1, 2], x[3, 4] = float("nan"), float("inf")
+    y = linear_by_kept_scale(x, (scale, None), w, **records)
+    assert y[1].isnan().all()
+    assert y[[0, 2, 3, 4, 5]].isfinite().all()
+
+
+def test_one_scale_that_is_kept_keeps_codes_and_bits(device: torch.device) -> None:
+    x, w = data((64, 96)).to(device), nn.Parameter(data((32, 96), seed=1).detach().to(device))
+    kept, records = (torch.tensor(0.01, device=device), None), {"x_grid": Grid(8), "w_grid": NARROW}
+    ste = SteKind.CLIPPED_IDENTITY
+    size = kept_by(lambda: linear_by_kept_scale(x, kept, w, ste=ste, dtype=torch.float32, **records))
+    codes, bits, scales = 96 * 96, 64 * 96 // 8, 4 * (64 + 32)
+    assert codes + bits + 4 * 33 <= size <= codes + bits + scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
+@pytest.mark.parametrize(
+    ("shape", "outputs", "group"), [((70, 64), 40, 32), ((2, 3, 48), 7, 16), ((1, 16), 3, 8), ((18, 512), 33, 256)]
+)
+@pytest.mark.parametrize("coded", [False, True])
+def test_groups_are_kept_as_codes(
+    coded: bool, shape: tuple[int, ...], outputs: int, group: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, w = data(shape, dtype).to(device), nn.Parameter(data((outputs, shape[-1]), dtype, seed=1).detach().to(device))
+    bias, grid = data((outputs,), dtype, seed=2).to(device), Grid(4, narrow=True)
+    x_values = code_per_batch(x, grid=Grid(8), per=PerToken(), symmetric=True)
+    w_codes = code_per_batch(w, grid=grid, per=PerGroup(group), symmetric=True)
+    wanted = F.linear(x_values.values(), w_codes.values(), bias)
+    given = w_codes if coded else w
+
+    def run() -> Tensor:
+        return linear_per_batch(x, given, bias, x_grid=Grid(8), w_grid=grid, dtype=dtype, group=group)
+
+    found, eps = run(), torch.finfo(dtype).eps
+    exact = [tensor.detach().double() for tensor in (x_values.values(), w_codes.values(), bias)]
+    most = F.linear(*(tensor.abs() for tensor in exact))
+    assert bool(((found.double() - F.linear(*exact)).abs() <= 2 * eps * most).all())
+    g = inputs.random(tuple(wanted.shape), seed=3).to(dtype).to(device)
+    gradients = torch.autograd.grad(wanted, [x, w, bias], g)
+    for got, gradient in zip(torch.autograd.grad(found, [x, w, bias], g), gradients, strict=True):
+        torch.testing.assert_close(got, gradient, rtol=8 * eps, atol=64 * eps)
+    if plan.runs("triton", x):
+        rows = x.numel() // x.shape[-1]
+        scales = 4 * (rows + w.numel() // group)
+        assert kept_by(run) == x.numel() + w.numel() + scales
+        y = run()
+        first = torch.autograd.grad(y.square().sum(), [x, w], create_graph=True)
+        assert all(part.any() for part in torch.autograd.grad(first[0].square().sum(), [x, w]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(70, 40, 48), (1, 8, 8), (33, 7, 16)])
+def test_a_product_where_bits_are_set(
+    rows: int, inner: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    g, w = (data(shape, dtype).detach().to(device) for shape in ((rows, inner), (inner, columns)))
+    bits = torch.randint(256, (rows * columns // 8,), dtype=torch.uint8).to(device)
+    with torch.no_grad():
+        found, wanted = selected_product(g, w, bits), select(g @ w, bits)
+    eps = torch.finfo(dtype).eps
+    assert torch.equal(found == 0, wanted == 0)
+    torch.testing.assert_close(found, wanted, rtol=4 * eps, atol=32 * eps)
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
 def test_compiled_rows_with_their_own_ranges_are_two_ops(
     backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -345,7 +478,7 @@ def test_compiled_rows_with_their_own_ranges_are_two_ops(
     """What compiled code calls on a GPU, in the interpreter too; codes are what it keeps."""
     if not plan.runs("triton", torch.ones(1, device=device)):
         pytest.skip("the ops are Triton's")
-    monkeypatch.setattr(linear, "has_opaque_step", lambda *_: True)
+    monkeypatch.setattr(linear, "has_linear_step", lambda *_: True)
     monkeypatch.delattr(linear, "integer_linear")
     leaves = [data(shape, seed=seed).detach().to(device) for seed, shape in enumerate([(2, 5, 32), (8, 32), (8,)])]
     x, w, bias = (nn.Parameter(leaf) for leaf in leaves)

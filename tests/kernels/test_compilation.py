@@ -146,14 +146,51 @@ def test_products(columns: int, dtype: torch.dtype, compiled: list[str]) -> None
 def test_a_linear_step(rows: int, inner: int, outputs: int, dtype: torch.dtype, compiled: list[str]) -> None:
     from lowbit.kernels import triton_linear
 
+    device, wide = torch.device("cpu"), torch.float32
     x, w, bias = (torch.ones(shape, dtype=dtype) for shape in ((rows, inner), (outputs, inner), (outputs,)))
-    w_codes = torch.ones(outputs, inner, dtype=torch.int8), torch.ones(outputs)
-    for held in (None, w_codes):
-        grids = Grid(8), None if held else Grid(8)
-        step = triton_linear.LinearStep(rows, outputs, inner, *grids, dtype, torch.device("cpu"))
-        y, *codes = step.forward(x, w, bias, held)
-        for of_x, of_w, given in ((True, True, dtype), (True, False, None), (False, False, dtype)):
-            found = step.backward(y, codes, of_x, of_w, given)
-            assert [part is not None for part in found] == [of_x, of_w, given is not None]
     decoding = ["_decode_operands", "_add_sums", "_decode_operands", "_decode_operands", "_add_sums"]
-    assert compiled == ["_code_operands", "_product", *decoding] * 2
+    kept = torch.ones((), dtype=wide), torch.ones((), dtype=torch.int32)
+    kinds = {
+        "_code_operands": (inner, Grid(8), None, None),
+        "_code_by_kept": (inner, Grid(8, signed=False), SteKind.CLIPPED_IDENTITY, kept),
+        "values": (8, Grid(8), None, None),
+    }
+    for kind, (run, grid, ste, params) in kinds.items():
+        scales = torch.ones(outputs) if run == inner else torch.ones(outputs, inner // run)
+        for held in (None, (torch.ones(outputs, inner, dtype=torch.int8), scales)):
+            w_grid = None if held else Grid(8)
+            step = triton_linear.LinearStep(rows, outputs, inner, run, grid, w_grid, ste, dtype, device)
+            y, codes = step.forward(x, w, bias, held, params)
+            for of_x, of_w, given in ((True, True, dtype), (True, False, None), (False, False, dtype)):
+                found = step.decode(y, codes, of_x, of_w, given)
+                assert [part is not None for part in found] == [of_x, of_w, given is not None]
+            if kind == "values":
+                wanted = ["_code_operands", *(["_decode_operands"] if held else [])]
+            else:
+                wanted = [kind, "_product"] if held is None or ste is None else ["_sum_rows", kind, "_product"]
+            assert compiled == [*wanted, *decoding]
+            compiled.clear()
+
+
+def test_a_linear_step_of_long_groups(compiled: list[str]) -> None:
+    from lowbit.kernels import triton_linear
+
+    x, w, device = torch.ones(512, 1024), torch.ones(130, 1024), torch.device("cpu")
+    step = triton_linear.LinearStep(512, 130, 1024, 256, Grid(8), Grid(4), None, torch.float32, device)
+    _, codes = step.forward(x, w, torch.ones(130), None, None)
+    assert codes.w_scale.shape == (130, 4)
+    assert compiled == ["_code_operands", "_grouped_product"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(512, 256, 256), (500, 248, 24)])
+def test_a_product_where_bits_are_set(
+    rows: int, inner: int, columns: int, dtype: torch.dtype, compiled: list[str]
+) -> None:
+    from lowbit.kernels import triton_products
+
+    bits = torch.zeros(rows * columns // 8, dtype=torch.uint8)
+    triton_products.selected_product(
+        torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype), bits
+    )
+    assert compiled == ["_selected_product"]

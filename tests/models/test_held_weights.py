@@ -40,14 +40,16 @@ def calls_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of weight quantizers, each time that they run, or that a layer does their work."""
     seen: list[str] = []
     names = {weight: f"{name}_quantizer" for name, weight in model.named_parameters()}
-    per_batch = linear.linear_per_batch
 
-    def watched_per_batch(x: Tensor, w: Any, *args: Any, **options: Any) -> Tensor:
-        if isinstance(w, nn.Parameter):
-            seen.append(names[w])
-        return per_batch(x, w, *args, **options)
+    def watch(run: Any) -> Any:
+        def watched(*args: Any, **options: Any) -> Tensor:
+            seen.extend(names[w] for w in args if isinstance(w, nn.Parameter) and w.dim() == 2)
+            return run(*args, **options)
 
-    monkeypatch.setattr(linear, "linear_per_batch", watched_per_batch)
+        return watched
+
+    for name in ("linear_per_batch", "linear_by_kept_scale"):
+        monkeypatch.setattr(linear, name, watch(getattr(linear, name)))
     for name, module in model.named_modules():
         if name.endswith("weight_quantizer"):
             for method in ("_quantize", "code"):

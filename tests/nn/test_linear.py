@@ -45,7 +45,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return watched
 
     monkeypatch.setattr(linear, "_LEAST", {"cpu": 0})
-    for name in ("integer_linear", "linear_per_batch"):
+    for name in ("integer_linear", "linear_per_batch", "linear_by_kept_scale"):
         monkeypatch.setattr(linear, name, watch(getattr(linear, name)))
     return seen
 

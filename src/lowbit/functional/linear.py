@@ -11,22 +11,27 @@ from torch import Tensor, nn
 from lowbit.functional.apply import apply, apply_plain
 from lowbit.functional.check import check_params
 from lowbit.functional.statistics import params_from_data
-from lowbit.granularity import Granularity, PerChannel, PerTensor, PerToken
+from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import plan
+from lowbit.kernels.linear_codes import LinearCodes
 from lowbit.kernels.products import (
     code_rows,
     code_weights,
     column_sums,
-    has_opaque_step,
+    has_linear_step,
     linear_step,
     scaled_product,
     select,
+    selected_product,
 )
 from lowbit.ste import SteKind
 
 if TYPE_CHECKING:
     from lowbit.kernels.triton_linear import LinearStep
+
+    # A step; x; the codes of w, where it has some; and a scale and zero point that are kept.
+    _Step = tuple[LinearStep, Tensor, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor | None] | None]
 
 # Of rows up to this long, every sum of products of codes fits 32 bits.
 LONGEST_ROW = 2**16
@@ -164,36 +169,35 @@ class _Linear(torch.autograd.Function):
         return *_gradients(ctx, grad_output, x, w), *[None] * 8
 
 
-class _LinearPerBatch(torch.autograd.Function):
+class _LinearByStep(torch.autograd.Function):
     """The same by a backend's LinearStep, of an x that it codes and a w that it codes too, unless codes are given"""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_carrier: Tensor,
-        w: Tensor,
-        bias: Tensor | None,
-        rest: tuple[LinearStep, Tensor, tuple[Tensor, Tensor] | None],
-    ) -> Tensor:
-        ctx.step, x, w_codes = rest
+    def forward(ctx: Any, x_carrier: Tensor, w: Tensor, bias: Tensor | None, rest: _Step) -> Tensor:
+        ctx.step, x, w_codes, kept = rest
         ctx.dtype, ctx.bias_dtype = ctx.step.dtype, None if bias is None else bias.dtype
         ctx.carriers = x_carrier, w
-        y, *codes = ctx.step.forward(x, w, bias, w_codes)
+        y, codes = ctx.step.forward(x, w, bias, w_codes, kept)
         ctx.save_for_backward(*codes)
         return y if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))  # noqa: SLF001
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        codes, (x, w) = ctx.saved_tensors, ctx.carriers
+        codes, (x, w) = LinearCodes(*ctx.saved_tensors), ctx.carriers
         if torch.is_grad_enabled() or plan.is_traced(grad_output):
-            return *_gradients(ctx, grad_output, *_coded(codes, x, w)), None
+            dx, dw, db = _gradients(ctx, grad_output, *_coded(codes, x, w))
+            return dx if dx is None or codes.bits is None else select(dx, codes.bits), dw, db, None
         wants_x, wants_w, wants_bias, _ = ctx.needs_input_grad
         g = (grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, w.shape[0])).contiguous()
-        bias_dtype = ctx.bias_dtype if wants_bias else None
-        x_values, w_values, db = ctx.step.backward(g, codes, wants_w, wants_x, bias_dtype)
-        dx = None if w_values is None else _shaped(g @ w_values, x)
-        del w_values
-        return dx, None if x_values is None else _shaped(g.t() @ x_values, w), db, None
+        x_values, w_values, db = ctx.step.decode(g, codes, wants_w, wants_x, ctx.bias_dtype if wants_bias else None)
+        dx = dw = None
+        if w_values is not None:
+            dx = g @ w_values if codes.bits is None else selected_product(g, w_values, codes.bits)
+            dx = _shaped(dx, x)
+            del w_values
+        if x_values is not None:
+            dw = _shaped(g.t() @ x_values, w)
+        return dx, dw, db, None
 
 
 class _OpaqueLinearPerBatch(torch.autograd.Function):
@@ -221,11 +225,12 @@ class _OpaqueLinearPerBatch(torch.autograd.Function):
         return dx, dw, next(found) if wants_bias else None, None, None, None
 
 
-def _coded(codes: Sequence[Tensor], x: Tensor, w: Tensor) -> tuple[Coded, Coded]:
+def _coded(codes: LinearCodes, x: Tensor, w: Tensor) -> tuple[Coded, Coded]:
     """x and w by the codes of a LinearStep, with these as their carriers"""
-    q_x, x_scale, q_w, w_scale = codes
-    coded_x = Coded(x, q_x.view(x.shape), x_scale.view(x.shape[:-1]), None, PerToken())
-    return coded_x, Coded(w, q_w, w_scale, None, PerChannel(0))
+    carrier = x if codes.bits is None else apply(_Carry, x, codes.bits)
+    coded_x = Coded(carrier, codes.q_x.view(x.shape), codes.x_scale.view(x.shape[:-1]), codes.zero_point, PerToken())
+    per = PerChannel(0) if codes.w_scale.dim() == 1 else PerGroup(w.shape[1] // codes.w_scale.shape[1])
+    return coded_x, Coded(w, codes.q_w, codes.w_scale, None, per)
 
 
 def _shaped(gradient: Tensor, like: Tensor) -> Tensor:
@@ -249,15 +254,17 @@ def _gradients(ctx: Any, grad_output: Tensor, x: Coded, w: Coded) -> tuple[Tenso
 
 
 class _Carry(torch.autograd.Function):
-    """A carrier of x;  dx = g"""
+    """A carrier of x;  dx = g, where its bit is set, if there are bits"""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bits: Tensor | None) -> Tensor:
+        ctx.save_for_backward(bits)
         return _carrier(x)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        return grad_output
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (bits,) = ctx.saved_tensors
+        return grad_output if bits is None else select(grad_output, bits), None
 
 
 def _by_row(values: Tensor) -> Tensor:
@@ -333,23 +340,72 @@ def integer_linear(x: Coded, w: Coded, bias: Tensor | None = None, *, dtype: tor
 
 
 def linear_per_batch(
-    x: Tensor, w: nn.Parameter | Coded, bias: Tensor | None = None, *, x_grid: Grid, w_grid: Grid, dtype: torch.dtype
+    x: Tensor,
+    w: nn.Parameter | Coded,
+    bias: Tensor | None = None,
+    *,
+    x_grid: Grid,
+    w_grid: Grid,
+    dtype: torch.dtype,
+    group: int | None = None,
 ) -> Tensor:
     """integer_linear with a symmetric scale for each row of x, of its own range; and of w, if that is not coded yet
 
-    On a GPU with fewer launches. The tensors are plain, unless they are compiled.
+    On a GPU with fewer launches. The tensors are plain, unless they are compiled. With scales for each ``group`` of
+    w's rows it is a product of values, and codes are what is kept.
     """
     y: Tensor
-    weight, codes, grid = (w.carrier, (w.q, w.scale), None) if isinstance(w, Coded) else (w, None, w_grid)
+    weight = w.carrier if isinstance(w, Coded) else w
     if torch.compiler.is_compiling():
-        if grid is not None and has_opaque_step(x.device.type, x.device.index, *weight.shape[::-1]):
-            y = apply(_OpaqueLinearPerBatch, x, weight, bias, x_grid, grid, dtype)
+        own = not isinstance(w, Coded) and group is None
+        if own and has_linear_step(x.device.type, x.device.index, *weight.shape[::-1]):
+            y = apply(_OpaqueLinearPerBatch, x, weight, bias, x_grid, w_grid, dtype)
             return y
-    elif (step := linear_step(x, weight, x_grid, grid, dtype)) is not None:
-        x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-        carrier = apply_plain(_Carry, x) if x.requires_grad else _carrier(x)
-        y = apply_plain(_LinearPerBatch, carrier, weight, bias, (step, x, codes))
-        return y
+    else:
+        step = linear_step(x, weight, x_grid, None if isinstance(w, Coded) else w_grid, dtype, group=group)
+        if step is not None:
+            return _run(step, x, w, bias)
+    w_per = PerChannel(0) if group is None else PerGroup(group)
+    if not isinstance(w, Coded):
+        w = code_per_batch(w, grid=w_grid, per=w_per, symmetric=True)
+    coded = code_per_batch(x, grid=x_grid, per=PerToken(), symmetric=True)
+    if group is None:
+        return integer_linear(coded, w, bias, dtype=dtype)
+    return nn.functional.linear(coded.values(dtype), w.values(dtype), None if bias is None else bias.to(dtype))
+
+
+def linear_by_kept_scale(
+    x: Tensor,
+    kept: tuple[Tensor, Tensor | None],
+    w: nn.Parameter | Coded,
+    bias: Tensor | None = None,
+    *,
+    x_grid: Grid,
+    w_grid: Grid,
+    ste: SteKind,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same with one scale and zero point (None for 0) for all of x, which may change before the backward"""
+    weight, grid = (w.carrier, None) if isinstance(w, Coded) else (w, w_grid)
+    step = None if torch.compiler.is_compiling() else linear_step(x, weight, x_grid, grid, dtype, ste=ste)
+    if step is not None:
+        return _run(step, x, w, bias, kept)
     if not isinstance(w, Coded):
         w = code_per_batch(w, grid=w_grid, per=PerChannel(0), symmetric=True)
-    return integer_linear(code_per_batch(x, grid=x_grid, per=PerToken(), symmetric=True), w, bias, dtype=dtype)
+    scale, zero_point = kept[0].clone(), None if kept[1] is None else kept[1].clone()
+    coded = code(x, scale, zero_point, grid=x_grid, per=PerTensor(), ste=ste)
+    return integer_linear(coded, w, bias, dtype=dtype)
+
+
+def _run(
+    step: LinearStep,
+    x: Tensor,
+    w: nn.Parameter | Coded,
+    bias: Tensor | None,
+    kept: tuple[Tensor, Tensor | None] | None = None,
+) -> Tensor:
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    carrier = apply_plain(_Carry, x, None) if x.requires_grad else _carrier(x)
+    weight, codes = (w.carrier, (w.q, w.scale)) if isinstance(w, Coded) else (w, None)
+    y: Tensor = apply_plain(_LinearByStep, carrier, weight, bias, (step, x, codes, kept))
+    return y

@@ -13,6 +13,7 @@ from torch.nn import functional
 from lowbit.granularity import Granularity, PerChannel, PerTensor, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import native_products, plan
+from lowbit.kernels.linear_codes import LinearCodes
 from lowbit.kernels.nan import mark_nan, may_hold_nan
 from lowbit.kernels.precision import math_dtype
 from lowbit.packing import unpack
@@ -144,10 +145,19 @@ def column_sums(g: Tensor, dtype: torch.dtype) -> Tensor:
     return g.sum(0, dtype=math_dtype(g.dtype)).to(dtype)
 
 
-def linear_step(x: Tensor, w: Tensor, x_grid: Grid, w_grid: Grid | None, dtype: torch.dtype) -> LinearStep | None:
-    """The step for x and w with scales of their own rows, w being coded before where it has no grid
+def linear_step(
+    x: Tensor,
+    w: Tensor,
+    x_grid: Grid,
+    w_grid: Grid | None,
+    dtype: torch.dtype,
+    *,
+    group: int | None = None,
+    ste: SteKind | None = None,
+) -> LinearStep | None:
+    """The step for x and w with scales of their own rows, or of groups of w's; w is coded before where it has no grid
 
-    None where no backend has one.
+    With a rule for x, that has one scale, which is kept. None where no backend has such a step.
     """
     outputs, inner = w.shape
     if not plan.runs("triton", x) or not (w.is_contiguous() and w.numel()) or torch.float64 in (x.dtype, w.dtype):
@@ -156,17 +166,28 @@ def linear_step(x: Tensor, w: Tensor, x_grid: Grid, w_grid: Grid | None, dtype: 
 
     if triton_linear.refusal(inner, outputs, x.device):
         return None
-    return triton_linear.linear_step(x.numel() // inner, outputs, inner, x_grid, w_grid, dtype, x.device)
+    sizes = x.numel() // inner, outputs, inner, group or inner
+    return triton_linear.linear_step(*sizes, x_grid, w_grid, ste, dtype, x.device)
 
 
 @at_trace_time
-def has_opaque_step(device: str, index: int | None, inner: int, outputs: int) -> bool:
-    """Whether code that is being compiled should call the step's forward as it is"""
+def has_linear_step(device: str, index: int | None, inner: int, outputs: int) -> bool:
+    """Whether there is a step for rows this long, also as an op of code that is being compiled"""
     if device != "cuda" or not plan.can_be_opaque("triton"):
         return False
     from lowbit.kernels import triton_linear  # half a second, which only users of a GPU should spend
 
     return not triton_linear.refusal(inner, outputs, torch.device(device if index is None else f"{device}:{index}"))
+
+
+@at_trace_time
+def multiplies_groups(group: int) -> bool:
+    """Whether a step with scales for groups of w's rows multiplies codes, and not their values"""
+    if plan.absence("triton"):
+        return False
+    from lowbit.kernels import triton_products  # half a second, which only users of a GPU should spend
+
+    return triton_products.multiplies_groups(group)
 
 
 @torch.library.custom_op("lowbit::linear_step", mutates_args=())
@@ -176,7 +197,8 @@ def _opaque_linear_step(
     w = w.contiguous()
     step = linear_step(x, w, plan.decode_grid(x_grid), plan.decode_grid(w_grid), dtype)
     assert step is not None
-    return list(step.forward(x.contiguous(), w, None if bias is None else bias.contiguous(), None))
+    y, codes = step.forward(x.contiguous(), w, None if bias is None else bias.contiguous(), None, None)
+    return [y, *(code for code in codes if code is not None)]
 
 
 @_opaque_linear_step.register_fake
@@ -197,8 +219,9 @@ def _opaque_linear_values(
     from lowbit.kernels import triton_linear
 
     (rows, outputs), inner = g.shape, codes[0].shape[1]
-    step = triton_linear.linear_step(rows, outputs, inner, Grid(8), None, g.dtype, g.device)
-    return [found for found in step.backward(g.contiguous(), codes, of_x, of_w, bias) if found is not None]
+    step = triton_linear.linear_step(rows, outputs, inner, inner, Grid(8), None, None, g.dtype, g.device)
+    found = step.decode(g.contiguous(), LinearCodes(*codes), of_x, of_w, bias)
+    return [tensor for tensor in found if tensor is not None]
 
 
 @_opaque_linear_values.register_fake
@@ -283,6 +306,16 @@ def select(grad_output: Tensor, bits: Tensor) -> Tensor:
     if plan.is_opaque("fake_quantize_backward", grad_output):
         return torch.ops.lowbit.select(grad_output, bits)
     return torch.where(unpack(bits, 1, torch.uint8, grad_output.shape).to(torch.bool), grad_output, 0.0)
+
+
+def selected_product(g: Tensor, w: Tensor, bits: Tensor) -> Tensor:
+    """g @ w where its bit is set, else 0; nothing is traced"""
+    if plan.runs("triton", g):
+        from lowbit.kernels import triton_products
+
+        if triton_products.selects(g, w):
+            return triton_products.selected_product(g, w, bits)
+    return select(g @ w, bits)
 
 
 _opaque_select = torch.library.custom_op("lowbit::select", select, mutates_args=())

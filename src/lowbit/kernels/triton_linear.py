@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 from triton import knobs
 
 from lowbit.grid import Grid
+from lowbit.kernels.linear_codes import LinearCodes
 from lowbit.kernels.tiling import block_of
-from lowbit.kernels.triton_formulas import codes_of_rows, narrowed, widened
-from lowbit.kernels.triton_launch import ONE_READ, Launch
-from lowbit.kernels.triton_products import device_refusal, product_launch, row_refusal, run_product
+from lowbit.kernels.triton_formulas import narrowed, widened
+from lowbit.kernels.triton_launch import ONE_READ, ROW_BLOCK, Launch
+from lowbit.kernels.triton_products import (
+    device_refusal,
+    grouped_launch,
+    multiplies_groups,
+    product_launch,
+    row_refusal,
+    row_sums,
+    run_product,
+)
+from lowbit.kernels.triton_rows import code_row, code_tile, decode_tile
+from lowbit.ste import SteKind
 
 # What is worth tuning.
 CODE_TILE = 1024  # elements that a program codes, but at least a row
+KEPT_OCTETS = 128  # of a row that a warp codes by a scale that is kept
 TILE, WARPS = 4096, 4  # elements that a program decodes, or adds to its sums at a time
 WIDTH = 64  # columns of such a tile, where they are summed
 PROGRAMS = 528  # that sum columns: enough to fill the device
@@ -28,49 +42,48 @@ WIDEST = 2**24  # columns of a matrix: the places of a tile's rows then fit 32 b
 
 
 @triton.jit
-def _code_tile(
-    x_ptr, q_ptr, s_ptr, tile, rows, columns, even: tl.constexpr, quant_min, quant_max, fused: tl.constexpr,
-    block_rows: tl.constexpr, block_columns: tl.constexpr,
-):  # fmt: skip
-    first = tile * block_rows
-    down, across = tl.arange(0, block_rows)[:, None], tl.arange(0, block_columns)[None, :]
-    known, inside = down < rows - first, (down < rows - first) & (across < columns)
-    base, offsets = first.to(tl.int64) * columns, down * columns + across
-    x = widened(tl.load(x_ptr + base + offsets, None if even else inside), tl.float32)
-    x = x if even else tl.where(inside, x, 0.0)
-    s, q = codes_of_rows(x, inside, even, block_rows, quant_min, quant_max, fused)
-    tl.store(s_ptr + first + down, s, known)
-    tl.store(q_ptr + base + offsets, q, None if even else inside)
-
-
-@triton.jit
 def _code_operands(
-    x_q_ptr, x_s_ptr, w_q_ptr, w_s_ptr, x_ptr, w_ptr, rows, outputs, columns, x_programs, x_min, x_max, w_min, w_max,
-    even: tl.constexpr, fused: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
+    x_q_ptr, x_s_ptr, x_v_ptr, w_q_ptr, w_s_ptr, w_v_ptr, w_sums_ptr, x_ptr, w_ptr, x_programs,
+    x_rows, x_columns, x_min, x_max,
+    x_even: tl.constexpr, x_block_rows: tl.constexpr, x_block_columns: tl.constexpr,
+    w_rows, w_columns, w_min, w_max,
+    w_even: tl.constexpr, w_block_rows: tl.constexpr, w_block_columns: tl.constexpr,
+    fused: tl.constexpr,
 ):  # fmt: skip
-    """The codes of the rows of x, and of w if there is one, each by its own range"""
+    """The codes of the rows of x, and of w if there is one, each by its own range; and values, as far as asked for"""
     program = tl.program_id(0)
     if program < x_programs:
-        _code_tile(
-            x_ptr, x_q_ptr, x_s_ptr, program, rows, columns, even, x_min, x_max, fused, block_rows, block_columns
+        code_tile(
+            x_q_ptr, x_s_ptr, None, x_v_ptr, x_ptr, program, x_rows, x_columns, x_min, x_max,
+            x_even, x_block_rows, x_block_columns, fused,
         )  # fmt: skip
     elif w_ptr is not None:
-        _code_tile(
-            w_ptr, w_q_ptr, w_s_ptr, program - x_programs, outputs, columns, even, w_min, w_max, fused,
-            block_rows, block_columns,
+        code_tile(
+            w_q_ptr, w_s_ptr, w_sums_ptr, w_v_ptr, w_ptr, program - x_programs, w_rows, w_columns, w_min, w_max,
+            w_even, w_block_rows, w_block_columns, fused,
         )  # fmt: skip
 
 
 @triton.jit
-def _decode_tile(
-    v_ptr, q_ptr, s_ptr, tile, tiles, rows, columns, block_rows: tl.constexpr, block_columns: tl.constexpr
+def _code_by_kept(
+    x_q_ptr, x_s_ptr, bits_ptr, zero_ptr, w_q_ptr, w_s_ptr, w_sums_ptr, x_ptr, w_ptr, s_ptr, z_ptr,
+    rows, octets, x_min, x_max, shift, block: tl.constexpr, steps: tl.constexpr, rule: tl.constexpr,
+    w_rows, w_columns, w_min, w_max,
+    w_even: tl.constexpr, w_block_rows: tl.constexpr, w_block_columns: tl.constexpr,
+    fused: tl.constexpr,
 ):  # fmt: skip
-    first, start = tile // tiles * block_rows, tile % tiles * block_columns
-    down, across = tl.arange(0, block_rows)[:, None], tl.arange(0, block_columns)[None, :]
-    known, inside = down < rows - first, (down < rows - first) & (across < columns - start)
-    base, offsets = first.to(tl.int64) * columns + start, down * columns + across
-    v = tl.load(q_ptr + base + offsets, inside).to(tl.float32) * tl.load(s_ptr + first + down, known)
-    tl.store(v_ptr + base + offsets, narrowed(v, v_ptr.dtype.element_ty), inside)
+    """The same of an x with a scale and zero point that are kept; its codes, and their zero point, are less by shift"""
+    program = tl.program_id(0)
+    if program < rows:
+        code_row(
+            x_q_ptr, bits_ptr, x_s_ptr, zero_ptr, x_ptr, s_ptr, z_ptr, program, 0, shift,
+            octets, block, steps, rule, x_min, x_max, False, fused,
+        )  # fmt: skip
+    elif w_ptr is not None:
+        code_tile(
+            w_q_ptr, w_s_ptr, w_sums_ptr, None, w_ptr, program - rows, w_rows, w_columns, w_min, w_max,
+            w_even, w_block_rows, w_block_columns, fused,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -90,12 +103,15 @@ def _sum_tiles(
 
 @triton.jit
 def _decode_operands(
-    x_ptr, w_ptr, sums_ptr, x_q_ptr, x_s_ptr, w_q_ptr, w_s_ptr, g_ptr,
-    rows, outputs, columns, tiles, x_programs, across, sum_programs,
-    block_rows: tl.constexpr, block_columns: tl.constexpr,
+    x_ptr, w_ptr, sums_ptr, x_q_ptr, x_s_ptr, x_z_ptr, w_q_ptr, w_s_ptr, g_ptr,
+    x_programs, x_rows, x_columns, x_tiles, w_rows, w_columns, w_tiles, rows, outputs, across, sum_programs,
+    x_block_rows: tl.constexpr, x_block_columns: tl.constexpr,
+    w_block_rows: tl.constexpr, w_block_columns: tl.constexpr,
     steps: tl.constexpr, sum_rows: tl.constexpr, sum_columns: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """The sums of g's columns, each over ``steps`` tiles of rows; x and w = q * s; as far as there are pointers"""
+    """The sums of g's columns, each over ``steps`` tiles of rows; x = (q - z) * s and w = q * s; as far as there are
+    pointers
+    """
     program = tl.program_id(0)
     if program < sum_programs:
         if sums_ptr is not None:
@@ -104,11 +120,15 @@ def _decode_operands(
     elif program < sum_programs + x_programs:
         if x_ptr is not None:
             tile = program - sum_programs
-            _decode_tile(x_ptr, x_q_ptr, x_s_ptr, tile, tiles, rows, columns, block_rows, block_columns)
+            decode_tile(
+                x_ptr, x_q_ptr, x_s_ptr, x_z_ptr, tile, x_rows, x_columns, x_tiles, x_block_rows, x_block_columns
+            )  # fmt: skip
     else:
         if w_ptr is not None:
             tile = program - sum_programs - x_programs
-            _decode_tile(w_ptr, w_q_ptr, w_s_ptr, tile, tiles, outputs, columns, block_rows, block_columns)
+            decode_tile(
+                w_ptr, w_q_ptr, w_s_ptr, None, tile, w_rows, w_columns, w_tiles, w_block_rows, w_block_columns
+            )  # fmt: skip
 
 
 @triton.jit
@@ -121,10 +141,43 @@ def _add_sums(total_ptr, sums_ptr, chunks, outputs, block: tl.constexpr, width: 
     tl.store(total_ptr + column, total, mask=known)
 
 
+class _Runs(NamedTuple):
+    """A matrix as rows that have a scale each: the matrix's own rows, or groups of these"""
+
+    rows: int
+    columns: int
+
+    def code_numbers(self, grid: Grid, tile: int) -> tuple[int, tuple[float | int, ...]]:
+        """Programs that take whole rows, of about so many elements; and what code_tile takes"""
+        block_columns = triton.next_power_of_2(self.columns)
+        block_rows = max(1, tile // block_columns)
+        even = block_columns == self.columns and self.rows % block_rows == 0
+        numbers = self.rows, self.columns, float(grid.quant_min), float(grid.quant_max)
+        return triton.cdiv(self.rows, block_rows), (*numbers, even, block_rows, block_columns)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Of a tile that is decoded"""
+        block_columns = block_of(self.columns, 1024)
+        return TILE // block_columns, block_columns
+
+    @property
+    def tiles(self) -> int:
+        """Of a row, where it is decoded"""
+        return triton.cdiv(self.columns, self.blocks[1])
+
+    @property
+    def decode_programs(self) -> int:
+        """One for each tile"""
+        return triton.cdiv(self.rows, self.blocks[0]) * self.tiles
+
+
 class LinearStep:
     """The launches of a step, for x of rows x inner and w of outputs x inner, with results in ``dtype``
 
-    Both have symmetric scales for each row, of the row's own range; where w has no grid, it was coded before.
+    w has symmetric scales for each run of a row, of the run's own range; where it has no grid, it was coded before.
+    So have the rows of x; or x has one scale, which is kept, and follows the rule ``ste``. Where a row of w has many
+    short runs, whose sums take long to scale, values are multiplied, and not codes.
     """
 
     def __init__(
@@ -132,63 +185,126 @@ class LinearStep:
         rows: int,
         outputs: int,
         inner: int,
+        run: int,
         x_grid: Grid,
         w_grid: Grid | None,
+        ste: SteKind | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.rows, self.outputs, self.inner, self.dtype, self.device = rows, outputs, inner, dtype, device
-        block_columns = triton.next_power_of_2(inner)
-        block_rows = max(1, CODE_TILE // block_columns)
-        x_programs, w_programs = (triton.cdiv(size, block_rows) for size in (rows, 0 if w_grid is None else outputs))
-        even = block_columns == inner and rows % block_rows == outputs % block_rows == 0
-        ends = (float(end) for grid in (x_grid, w_grid or x_grid) for end in (grid.quant_min, grid.quant_max))
-        numbers = rows, outputs, inner, x_programs, *ends, even, not knobs.runtime.interpret
-        constants, warps = (block_rows, block_columns), max(1, block_rows * block_columns // 1024)
-        self._code = Launch(_code_operands, x_programs + w_programs, (*numbers, *constants), warps, device)
-        self._product = product_launch(rows, outputs, inner, True, False, True, torch.float32, dtype, device)
+        self.ste, self.x_grid, self.has_w = ste, x_grid, w_grid is not None
+        self._x_runs, self._w_runs = _Runs(rows, inner), _Runs(outputs * (inner // run), run)
+        fused = not knobs.runtime.interpret
+        tile = max(CODE_TILE, triton.next_power_of_2(inner))
+        w_programs, w_numbers = self._w_runs.code_numbers(w_grid or x_grid, CODE_TILE if run == inner else tile)
+        w_programs *= self.has_w
+        if ste is None:
+            x_programs, x_numbers = self._x_runs.code_numbers(x_grid, CODE_TILE)
+            numbers, warps = (x_programs, *x_numbers, *w_numbers, fused), max(1, tile // 1024)
+            self._code = Launch(_code_operands, x_programs + w_programs, numbers, warps, device)
+        else:
+            octets = inner // 8
+            block = min(ROW_BLOCK, triton.next_power_of_2(octets))
+            ends = (float(end - self._shift) for end in (x_grid.quant_min, x_grid.quant_max))
+            constants = block, triton.cdiv(octets, block), ste.value
+            arguments = rows, octets, *ends, self._shift, *constants, *w_numbers, fused
+            self._code = Launch(_code_by_kept, rows + w_programs, arguments, max(1, block // KEPT_OCTETS), device)
+        flags = True, False, True, torch.float32, dtype
+        self._product = product_launch(rows, outputs, inner, *flags, device) if run == inner else None
+        self._grouped = grouped_launch(rows, outputs, inner, run, device) if multiplies_groups(run) else None
         self._sums = _column_sums(rows, outputs, device)
         self._decode: dict[tuple[bool, bool, bool], Launch] = {}
 
-    def forward(self, x: Tensor, w: Tensor, bias: Tensor | None, w_codes: Sequence[Tensor] | None) -> Sequence[Tensor]:
-        """y = float(sum_k q_x * q_w) * (s_x * s_w) + b; and q_x, s_x, q_w, s_w"""
-        x_codes = self._empty_codes(self.rows)
-        if w_codes is None:
-            w_codes = self._empty_codes(self.outputs)
-            self._code(*x_codes, *w_codes, x, w)
-        else:
-            self._code(*x_codes, None, None, x, None)
-        (q_x, x_scale), (q_w, w_scale) = x_codes, w_codes
-        y = torch.empty((self.rows, self.outputs), dtype=self.dtype, device=self.device)
-        run_product(self._product, q_x, q_w, y, x_scale, w_scale, None, None, bias)
-        return y, *x_codes, *w_codes
+    @property
+    def _shift(self) -> int:
+        """From the codes of x's grid to those of int8"""
+        return 0 if self.x_grid.fits_int8 else 128
 
-    def backward(
-        self, g: Tensor, codes: Sequence[Tensor], of_x: bool, of_w: bool, bias: torch.dtype | None
+    def forward(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        w_codes: Sequence[Tensor] | None,
+        kept: tuple[Tensor, Tensor | None] | None,
+    ) -> tuple[Tensor, LinearCodes]:
+        """y = float(sum_k (q_x - z) * q_w) * (s_x * s_w) + b, and the codes; ``kept`` are the scale and zero point"""
+        if self._product is None and self._grouped is None:
+            return self._forward_by_values(x, w, bias, w_codes)
+        q_x, x_scale = self._empty_codes(self._x_runs)
+        q_w, w_scale = self._empty_codes(self._w_runs) if w_codes is None else w_codes
+        coded = (q_w, w_scale) if w_codes is None else (None, None)
+        w_sums = zero_point = bits = None
+        if kept is None:
+            self._code(q_x, x_scale, None, *coded, None, None, x, w if w_codes is None else None)
+        else:
+            scale, kept_point = kept
+            if self._shift or kept_point is not None:
+                zero_point = self._empty((), torch.int32)
+                w_sums = self._empty((self.outputs,), torch.int32) if w_codes is None else row_sums(q_w)
+            if self.ste is not SteKind.IDENTITY:
+                bits = self._empty((self.rows * self.inner // 8,), torch.uint8)
+            self._code(
+                *(q_x, x_scale, bits, zero_point, *coded, w_sums if w_codes is None else None),
+                *(x, w if w_codes is None else None, scale, kept_point),
+            )
+        y = self._empty((self.rows, self.outputs), self.dtype)
+        if self._product is not None:
+            run_product(self._product, q_x, q_w, y, x_scale, w_scale, zero_point, w_sums, bias)
+        elif self._grouped is not None:
+            run_product(self._grouped, q_x, q_w, y, x_scale, w_scale, bias)
+        return y, LinearCodes(q_x, x_scale, q_w, w_scale, zero_point, bits)
+
+    def _forward_by_values(
+        self, x: Tensor, w: Tensor, bias: Tensor | None, w_codes: Sequence[Tensor] | None
+    ) -> tuple[Tensor, LinearCodes]:
+        x_codes = self._empty_codes(self._x_runs)
+        x_values = self._empty((self.rows, self.inner), self.dtype)
+        w_values: Tensor | None
+        if w_codes is None:
+            w_codes = self._empty_codes(self._w_runs)
+            w_values = self._empty((self.outputs, self.inner), self.dtype)
+            self._code(*x_codes, x_values, *w_codes, w_values, None, x, w)
+            codes = LinearCodes(*x_codes, *w_codes)
+        else:
+            self._code(*x_codes, x_values, *[None] * 4, x, None)
+            codes = LinearCodes(*x_codes, *w_codes)
+            _, w_values, _ = self.decode(None, codes, False, True, None)
+        assert w_values is not None
+        return functional.linear(x_values, w_values, None if bias is None else bias.to(self.dtype)), codes
+
+    def decode(
+        self, g: Tensor | None, codes: LinearCodes, of_x: bool, of_w: bool, bias: torch.dtype | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The values of x and of w, as far as they are asked for; and the sums of g's columns, in a bias's dtype"""
-        x = torch.empty((self.rows, self.inner), dtype=self.dtype, device=self.device) if of_x else None
-        w = torch.empty((self.outputs, self.inner), dtype=self.dtype, device=self.device) if of_w else None
+        x = self._empty((self.rows, self.inner), self.dtype) if of_x else None
+        w = self._empty((self.outputs, self.inner), self.dtype) if of_w else None
         sums = None if bias is None else self._sums.empty()
         key = of_x, of_w, bias is not None
         if key not in self._decode:
             self._decode[key] = self._decode_launch(*key)
-        self._decode[key](x, w, sums, *(code.contiguous() for code in codes), g)
+        q_x, x_scale, q_w, w_scale = (code.contiguous() for code in codes[:4])
+        self._decode[key](x, w, sums, q_x, x_scale, codes.zero_point, q_w, w_scale, g)
         return x, w, None if bias is None or sums is None else self._sums.add(sums, bias)
 
-    def _empty_codes(self, rows: int) -> tuple[Tensor, Tensor]:
-        q = torch.empty((rows, self.inner), dtype=torch.int8, device=self.device)
-        return q, torch.empty(rows, dtype=torch.float32, device=self.device)
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _empty_codes(self, runs: _Runs) -> tuple[Tensor, Tensor]:
+        groups = self.inner // runs.columns
+        rows = runs.rows // groups
+        scale = self._empty((rows,) if groups == 1 else (rows, groups), torch.float32)
+        return self._empty((rows, self.inner), torch.int8), scale
 
     def _decode_launch(self, of_x: bool, of_w: bool, of_g: bool) -> Launch:
-        block_columns = block_of(self.inner, 1024)
-        block_rows, tiles = TILE // block_columns, triton.cdiv(self.inner, block_columns)
-        sizes = self.rows * of_x, self.outputs * of_w
-        x_programs, w_programs = (triton.cdiv(size, block_rows) * tiles for size in sizes)
-        numbers = self.rows, self.outputs, self.inner, tiles, x_programs, self._sums.across, self._sums.programs * of_g
-        constants = block_rows, block_columns, *self._sums.constants
-        programs = self._sums.programs * of_g + x_programs + w_programs
-        return Launch(_decode_operands, programs, (*numbers, *constants), WARPS, self.device)
+        x, w, sums = self._x_runs, self._w_runs, self._sums
+        x_programs, w_programs, sum_programs = x.decode_programs * of_x, w.decode_programs * of_w, sums.programs * of_g
+        numbers = x_programs, *x, x.tiles, *w, w.tiles, self.rows, self.outputs, sums.across, sum_programs
+        constants = *x.blocks, *w.blocks, *sums.constants
+        return Launch(
+            _decode_operands, sum_programs + x_programs + w_programs, (*numbers, *constants), WARPS, self.device
+        )
 
 
 class _ColumnSums:
@@ -209,8 +325,8 @@ class _ColumnSums:
     @cached_property
     def alone(self) -> Launch:
         """The sums of chunks, and nothing else."""
-        numbers = self.rows, self.columns, 1, 1, 0, self.across, self.programs
-        return Launch(_decode_operands, self.programs, (*numbers, 1, 1, *self.constants), WARPS, self.device)
+        numbers = *[0] * 7, self.rows, self.columns, self.across, self.programs
+        return Launch(_decode_operands, self.programs, (*numbers, *[1] * 4, *self.constants), WARPS, self.device)
 
     def empty(self) -> Tensor:
         """For the sums of chunks."""
@@ -226,7 +342,7 @@ class _ColumnSums:
 def column_sums(g: Tensor, dtype: torch.dtype) -> Tensor:
     """sum_m g[m, n] in this dtype, added up in float32"""
     columns = _column_sums(*g.shape, g.device)
-    columns.alone(None, None, sums := columns.empty(), *[None] * 4, g.contiguous())
+    columns.alone(None, None, sums := columns.empty(), *[None] * 5, g.contiguous())
     return columns.add(sums, dtype)
 
 

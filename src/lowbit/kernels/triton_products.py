@@ -16,11 +16,25 @@ from lowbit.kernels.triton_launch import Launch
 
 # What is worth tuning.
 TILES = {2: (128, 256, 128), 4: (128, 128, 128), 8: (64, 64, 128)}  # rows, columns, inner, by bytes of a result
+SELECTED_TILE = 128, 256, 64  # the same of a product of values
 WARPS, STAGES = 8, 3
+GROUPED_TILE, GROUPED_WARPS, GROUPED_STAGES = (64, 128, 128), 4, 4  # of a product that scales the sums of groups
+GROUPED_PROGRAMS = 2  # of a multiprocessor: while one scales sums, the other multiplies
+LEAST_GROUP = 256  # codes; to scale the sums of fewer takes longer than to multiply values
 TOGETHER = 8  # tiles of rows that are taken together, so that they find each other's columns in the cache
 
 _ALIGNED = 16  # bytes, from row to row of what a descriptor reads or writes
 _SHARED = 232448  # bytes that a program of compute capability 9.0 may have
+
+
+@triton.jit
+def _corner(tile, rows, columns, block_rows: tl.constexpr, block_columns: tl.constexpr, together: tl.constexpr):
+    """The first row and column of a tile"""
+    down, across = tl.cdiv(rows, block_rows), tl.cdiv(columns, block_columns)
+    first = tile // (together * across) * together
+    size = min(down - first, together)
+    row = (first + tile % (together * across) % size) * block_rows
+    return row, tile % (together * across) // size * block_columns
 
 
 @triton.jit
@@ -31,11 +45,7 @@ def _tile(
     together: tl.constexpr,
 ):  # fmt: skip
     math: tl.constexpr = tl.float64 if double else tl.float32
-    down, across = tl.cdiv(rows, block_rows), tl.cdiv(columns, block_columns)
-    first = tile // (together * across) * together
-    size = min(down - first, together)
-    row = (first + tile % (together * across) % size) * block_rows
-    column = tile % (together * across) // size * block_columns
+    row, column = _corner(tile, rows, columns, block_rows, block_columns, together)
     total = tl.zeros((block_rows, block_columns), tl.int32)
     for step in range(steps):
         a, b = x.load([row, step * block_inner]), w.load([column, step * block_inner])
@@ -86,6 +96,101 @@ def _product(
                 tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr,
                 bias_ptr, rows, columns, tl.cdiv(inner, block_inner), scale_by_row, zero_by_row, scale_by_column,
                 double, described, block_rows, block_columns, block_inner, together,
+            )  # fmt: skip
+
+
+@triton.jit
+def _grouped_tile(
+    tile, x, w, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns, steps, group, groups,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
+):  # fmt: skip
+    row, column = _corner(tile, rows, columns, block_rows, block_columns, together)
+    r, c = row + tl.arange(0, block_rows)[:, None], column + tl.arange(0, block_columns)[None, :]
+    total = tl.zeros((block_rows, block_columns), tl.float32)
+    sums = tl.zeros((block_rows, block_columns), tl.int32)
+    for step in range(steps):
+        a, b = x.load([row, step * block_inner]), w.load([column, step * block_inner])
+        sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
+        if (step + 1) * block_inner % group == 0:
+            places = w_scale_ptr + c * groups + step * block_inner // group
+            total += sums.to(tl.float32) * tl.load(places, mask=c < columns, other=0.0)
+            sums = tl.zeros((block_rows, block_columns), tl.int32)
+    total *= tl.load(x_scale_ptr + r, mask=r < rows, other=0.0)
+    if bias_ptr is not None:
+        total += widened(tl.load(bias_ptr + c, mask=c < columns, other=0.0), tl.float32)
+    value = narrowed(total, y_ptr.dtype.element_ty)
+    tl.store(y_ptr + r.to(tl.int64) * columns + c, value, mask=(r < rows) & (c < columns))
+
+
+@triton.jit
+def _grouped_product(
+    x_ptr, w_ptr, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns, inner, group,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
+    programs: tl.constexpr, fixed_turns: tl.constexpr, fixed_steps: tl.constexpr,
+):  # fmt: skip
+    """y = s_x * (sum_g s_w[g] * float(sum_k x * w)) + b, k in group g; a program takes every ``programs``-th tile"""
+    x = tl.make_tensor_descriptor(x_ptr, [rows, inner], [inner, 1], [block_rows, block_inner])
+    w = tl.make_tensor_descriptor(w_ptr, [columns, inner], [inner, 1], [block_columns, block_inner])
+    tiles = tl.cdiv(rows, block_rows) * tl.cdiv(columns, block_columns)
+    if INTERPRETED:  # see _product
+        for turn in range(fixed_turns):
+            if tl.program_id(0) + turn * programs < tiles:
+                _grouped_tile(
+                    tl.program_id(0) + turn * programs, x, w, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns,
+                    fixed_steps, group, inner // group, block_rows, block_columns, block_inner, together,
+                )  # fmt: skip
+    else:
+        for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
+            _grouped_tile(
+                tile, x, w, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns,
+                inner // block_inner, group, inner // group, block_rows, block_columns, block_inner, together,
+            )  # fmt: skip
+
+
+@triton.jit
+def _selected_tile(
+    tile, a, b, y, y_ptr, bits_ptr, rows, columns, steps, even: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
+):  # fmt: skip
+    row, column = _corner(tile, rows, columns, block_rows, block_columns, together)
+    total = tl.zeros((block_rows, block_columns), tl.float32)
+    for step in range(steps):
+        left, right = a.load([row, step * block_inner]), b.load([step * block_inner, column])
+        if INTERPRETED:  # which has no product of bfloat16
+            left, right = widened(left, tl.float32), widened(right, tl.float32)
+        total = tl.dot(left, right, total)
+    value = narrowed(total, y_ptr.dtype.element_ty)
+    down, octet = row + tl.arange(0, block_rows)[:, None], column // 8 + tl.arange(0, block_columns // 8)[None, :]
+    inside = (down < rows) & (octet < columns // 8)
+    bits = tl.load(bits_ptr + down.to(tl.int64) * (columns // 8) + octet, mask=None if even else inside)
+    passed = (bits[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    passed = tl.reshape(passed, (block_rows, block_columns)) != 0
+    y.store([row, column], tl.where(passed, value, tl.zeros_like(value)))
+
+
+@triton.jit
+def _selected_product(
+    a_ptr, b_ptr, y_ptr, bits_ptr, rows, columns, inner, even: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
+    programs: tl.constexpr, fixed_turns: tl.constexpr, fixed_steps: tl.constexpr,
+):  # fmt: skip
+    """y = sum_k a[m, k] * b[k, n] where its bit is set, else 0; a program takes every ``programs``-th tile"""
+    a = tl.make_tensor_descriptor(a_ptr, [rows, inner], [inner, 1], [block_rows, block_inner])
+    b = tl.make_tensor_descriptor(b_ptr, [inner, columns], [columns, 1], [block_inner, block_columns])
+    y = tl.make_tensor_descriptor(y_ptr, [rows, columns], [columns, 1], [block_rows, block_columns])
+    tiles = tl.cdiv(rows, block_rows) * tl.cdiv(columns, block_columns)
+    if INTERPRETED:  # see _product
+        for turn in range(fixed_turns):
+            if tl.program_id(0) + turn * programs < tiles:
+                _selected_tile(
+                    tl.program_id(0) + turn * programs, a, b, y, y_ptr, bits_ptr, rows, columns, fixed_steps, even,
+                    block_rows, block_columns, block_inner, together,
+                )  # fmt: skip
+    else:
+        for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
+            _selected_tile(
+                tile, a, b, y, y_ptr, bits_ptr, rows, columns, tl.cdiv(inner, block_inner), even,
+                block_rows, block_columns, block_inner, together,
             )  # fmt: skip
 
 
@@ -183,16 +288,66 @@ def product_launch(
     device: torch.device,
 ) -> Launch:
     """The product's launch; zero points and scales are one number, or one for each row or column."""
-    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     described = columns * dtype.itemsize % _ALIGNED == 0
-    blocks, fixed = TILES[dtype.itemsize], (0, 0)
+    flags = scale_by_row, zero_by_row, scale_by_column, math == torch.float64, described
+    return _persistent_launch(_product, rows, columns, inner, flags, TILES[dtype.itemsize], device)
+
+
+def selects(a: Tensor, b: Tensor) -> bool:
+    """Whether there is a ``selected_product`` of these"""
+    aligned = a.shape[1] % 8 == b.shape[1] % 8 == 0
+    on_device = not device_refusal(a.device.index) if a.is_cuda else bool(knobs.runtime.interpret)
+    return aligned and on_device and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
+
+
+def selected_product(a: Tensor, b: Tensor, bits: Tensor) -> Tensor:
+    """a @ b where its bit is set, else 0; both contiguous"""
+    (rows, inner), columns = a.shape, b.shape[1]
+    y = torch.empty((rows, columns), dtype=a.dtype, device=a.device)
+    run_product(_selected_launch(rows, columns, inner, a.device), a, b, y, bits)
+    return y
+
+
+@lru_cache(maxsize=4096)
+def _selected_launch(rows: int, columns: int, inner: int, device: torch.device) -> Launch:
+    even = rows % SELECTED_TILE[0] == columns % SELECTED_TILE[1] == 0 and not knobs.runtime.interpret
+    return _persistent_launch(_selected_product, rows, columns, inner, (even,), SELECTED_TILE, device)
+
+
+def multiplies_groups(group: int) -> bool:
+    """Whether codes with a scale for each group of w's rows are multiplied, and not their values"""
+    return group >= LEAST_GROUP and group % GROUPED_TILE[2] == 0
+
+
+@lru_cache(maxsize=4096)
+def grouped_launch(rows: int, columns: int, inner: int, group: int, device: torch.device) -> Launch:
+    """The launch of the product of codes with a scale for each row of x, and for each group of w's rows"""
+    options = {"warps": GROUPED_WARPS, "stages": GROUPED_STAGES, "each": GROUPED_PROGRAMS}
+    return _persistent_launch(_grouped_product, rows, columns, inner, (group,), GROUPED_TILE, device, **options)
+
+
+def _persistent_launch(
+    function: Any,
+    rows: int,
+    columns: int,
+    inner: int,
+    numbers: tuple[Any, ...],
+    blocks: tuple[int, int, int],
+    device: torch.device,
+    *,
+    warps: int = WARPS,
+    stages: int = STAGES,
+    each: int = 1,
+) -> Launch:
+    """A kernel of ``each`` programs on each multiprocessor"""
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    programs, fixed = count * each, (0, 0)
     if knobs.runtime.interpret:
         blocks = 16, 32, 16
         tiles = triton.cdiv(rows, blocks[0]) * triton.cdiv(columns, blocks[1])
         fixed = triton.cdiv(tiles, programs), triton.cdiv(inner, blocks[2])
-    flags = scale_by_row, zero_by_row, scale_by_column, math == torch.float64, described
-    arguments = rows, columns, inner, *flags, *blocks, TOGETHER, programs, *fixed
-    return Launch(_product, programs, arguments, WARPS, device, num_stages=STAGES)
+    arguments = rows, columns, inner, *numbers, *blocks, TOGETHER, programs, *fixed
+    return Launch(function, programs, arguments, warps, device, num_stages=stages)
 
 
 def _allocate(size: int, alignment: int, stream: Any) -> Tensor:

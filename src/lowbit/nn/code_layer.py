@@ -94,6 +94,15 @@ class CodeLayer(QuantLayer):
             return "the weight has zero points"
         return "" if weight.grid.fits_int8 else "the weight's codes do not fit int8"
 
+    def takes_codes(self, device: torch.device) -> bool:
+        """Whether ``run_on_codes`` serves the layer on this device."""
+        return self._scales_fit() and not self.product_refusal(device)
+
+    def _scales_fit(self) -> bool:
+        """A part of what ``product_refusal`` says, in words that a compiler cannot follow."""
+        pairs = ("input_quantizer", self.input_pers), ("weight_quantizer", self.weight_pers)
+        return all(getattr(self.quantizer(slot), "per", None) in pers for slot, pers in pairs)
+
     def _may_multiply_codes(self, x: Any) -> bool:
         """All that can be told without the weight, which may be computed."""
         if not self.training or not isinstance(x, Tensor) or is_watched(x) or x.dtype not in _DTYPES:
@@ -102,7 +111,7 @@ class CodeLayer(QuantLayer):
         return (
             least is not None
             and self.count_sums(x) >= least
-            and not self.product_refusal(x.device)
+            and self.takes_codes(x.device)
             and self.offers_codes("input_quantizer", x)
         )
 

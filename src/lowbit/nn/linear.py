@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from lowbit.functional.linear import Coded, integer_linear, linear_per_batch
-from lowbit.granularity import PerChannel, PerTensor, PerToken
+from lowbit.fake_quantize import FakeQuantize
+from lowbit.functional.linear import Coded, integer_linear, linear_by_kept_scale, linear_per_batch
+from lowbit.granularity import PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.kernels import products
+from lowbit.kernels.products import has_linear_step
 from lowbit.nn.code_layer import CodeLayer
 
 # By device: below so many multiplications, codes take longer than quantized values and a product of those.
@@ -39,15 +43,47 @@ class LinearLayer(CodeLayer):
             return "the layer has a forward of its own"
         return products.refusal(device.type, device.index, self.terms)
 
+    def product_refusal(self, device: torch.device | None = None) -> str:
+        per = getattr(self.quantizer("weight_quantizer"), "per", None)
+        multiplied = isinstance(per, PerGroup) and products.multiplies_groups(per.size)
+        if multiplied and self._keeps_codes_of_groups(device or self._float("weight").device):
+            return ""
+        return super().product_refusal(device)
+
+    def takes_codes(self, device: torch.device) -> bool:
+        return super().takes_codes(device) or self._keeps_codes_of_groups(device)
+
     def run_on_codes(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if isinstance(weight, nn.Parameter) and not (self._edges or self._norm):
-            quantizers = [self.quantizer(slot) for slot in ("input_quantizer", "weight_quantizer")]
-            if all(quantizer.takes_own_rows for quantizer in quantizers):
-                held = self.holds("weight_quantizer", weight)
-                w = self.code_weight("weight_quantizer", weight) if held else weight
-                x_grid, w_grid = (quantizer.grid for quantizer in quantizers)
-                return linear_per_batch(x, w, bias, x_grid=x_grid, w_grid=w_grid, dtype=dtype)
+            of_x, of_w = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
+            numbers: dict[str, Any] = {"x_grid": of_x.grid, "w_grid": of_w.grid, "dtype": dtype}
+            if isinstance(of_w.per, PerGroup):
+                return linear_per_batch(x, self._once_coded(weight), bias, **numbers, group=of_w.per.size)
+            if of_w.takes_own_rows and of_x.takes_own_rows:
+                return linear_per_batch(x, self._once_coded(weight), bias, **numbers)
+            if of_w.takes_own_rows and of_x.keeps_scale and not torch.compiler.is_compiling():
+                kept = of_x.state_after(x)
+                return linear_by_kept_scale(x, kept, self._once_coded(weight), bias, **numbers, ste=of_x.ste)
         return super().run_on_codes(x, weight, bias, dtype)
+
+    def _once_coded(self, weight: nn.Parameter) -> nn.Parameter | Coded:
+        slot = "weight_quantizer"
+        return self.code_weight(slot, weight) if self.holds(slot, weight) else weight
+
+    def _keeps_codes_of_groups(self, device: torch.device) -> bool:
+        """Whether there is a step for scales of groups of a row; of short groups it multiplies values, and keeps codes"""
+        of_x, of_w = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
+        if not (isinstance(of_w, FakeQuantize) and isinstance(of_x, FakeQuantize)) or torch.compiler.is_compiling():
+            return False
+        simple = self._context.integer_products and not (self._edges or self._norm or self.integer_bias)
+        return (
+            simple
+            and of_w.takes_own_groups
+            and of_x.takes_own_rows
+            and not self.own_refusal(device)
+            and has_linear_step(device.type, device.index, self.in_features, self.out_features)
+            and isinstance(self._float("weight"), nn.Parameter)
+        )
 
     def multiply(self, x: Coded, w: Coded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return integer_linear(x, w, bias, dtype=dtype)

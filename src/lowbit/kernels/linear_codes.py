@@ -1,0 +1,21 @@
+"""LinearCodes: what the step of a linear layer keeps for its backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LinearCodes(NamedTuple):
+    """x = (q_x - z) * s_x, with a scale for each row; w = q_w * s_w, with one for each row or group of a row
+
+    ``bits``: one for each element of x, whether its rule passes a gradient.
+    """
+
+    q_x: Tensor
+    x_scale: Tensor
+    q_w: Tensor
+    w_scale: Tensor
+    zero_point: Tensor | None = None
+    bits: Tensor | None = None
