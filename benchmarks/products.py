@@ -1,4 +1,4 @@
-"""Products on a GPU that lowbit could use and does not, beside those that it uses: python benchmarks/products.py
+"""Products on a GPU: what lowbit runs, and what was tried beside it: python benchmarks/products.py
 
 1. The backward's products by Triton, of values or with codes that become values as they are loaded, with or without a
    rule's bits in the epilogue; beside cuBLAS's product, after a kernel that makes values of the codes.
@@ -26,7 +26,7 @@ from lowbit.grid import Grid
 from lowbit.kernels.products import scaled_product
 from lowbit.kernels.triton import select
 from lowbit.kernels.triton_linear import linear_step
-from lowbit.kernels.triton_products import selected_product
+from lowbit.kernels.triton_products import corner, selected_product
 
 SHAPES = ((16384, 4096, 14336), (16384, 4096, 4096), (8192, 2048, 8192), (16384, 1024, 4096))
 GROUPS = (32, 64, 128, 256, 512, 1024)
@@ -65,15 +65,6 @@ FORWARD = (
 
 
 @triton.jit
-def _place(tile, rows, columns, block_rows: tl.constexpr, block_columns: tl.constexpr, together: tl.constexpr):
-    down, across = tl.cdiv(rows, block_rows), tl.cdiv(columns, block_columns)
-    first = tile // (together * across) * together
-    size = min(down - first, together)
-    row = (first + tile % (together * across) % size) * block_rows
-    return row, tile % (together * across) // size * block_columns
-
-
-@triton.jit
 def _backward(
     out_ptr, a_ptr, b_ptr, scale_ptr, bits_ptr, rows, columns, inner,
     by_column: tl.constexpr, turned: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
@@ -88,7 +79,7 @@ def _backward(
     out = tl.make_tensor_descriptor(out_ptr, [rows, columns], [columns, 1], [block_rows, block_columns])
     tiles = tl.cdiv(rows, block_rows) * tl.cdiv(columns, block_columns)
     for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
-        row, column = _place(tile, rows, columns, block_rows, block_columns, together)
+        row, column = corner(tile, rows, columns, block_rows, block_columns, together)
         if turned:
             total = tl.zeros((block_columns, block_rows), tl.float32)
         else:
@@ -126,7 +117,7 @@ def _forward(
     y = tl.make_tensor_descriptor(y_ptr, [rows, columns], [columns, 1], [block_rows, block_columns])
     tiles = tl.cdiv(rows, block_rows) * tl.cdiv(columns, block_columns)
     for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
-        row, column = _place(tile, rows, columns, block_rows, block_columns, together)
+        row, column = corner(tile, rows, columns, block_rows, block_columns, together)
         across = column + tl.arange(0, block_columns)[None, :]
         total = tl.zeros((block_rows, block_columns), tl.float32)
         sums = tl.zeros((block_rows, block_columns), tl.int32)
@@ -198,8 +189,8 @@ class Data:
             torch.randn(size, device="cuda", generator=chance).bfloat16()
             for size in ((rows, outputs), (rows, inner), (outputs, inner))
         )
-        self.step = linear_step(rows, outputs, inner, inner, Grid(8), Grid(8), None, torch.bfloat16, x.device)
-        _, self.codes = self.step.forward(x, w, None, None, None)
+        self.step = linear_step(rows, outputs, inner, None, Grid(8), Grid(8), None, torch.bfloat16, x.device)
+        _, self.codes = self.step.forward(x, w, None)
         self.q_x, self.x_scale, self.q_w, self.w_scale, _, _ = self.codes
         self.x, self.w = self.decode(x=True), self.decode(x=False)
         self.bits = torch.randint(256, (rows, inner // 8), dtype=torch.uint8, device="cuda", generator=chance)

@@ -138,8 +138,8 @@ class FakeQuantize(ScaleState):
         is_state = isinstance(self.scale_mode, EMA | Fixed) and self.per == PerTensor()
         return is_state and self.scale.dtype == torch.float32
 
-    def state_after(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The state's own scale and zero point (None for 0), once x is taken in; they change with the state."""
+    def follow(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Take x in; the scale and zero point (None for 0), in the state's own memory."""
         self._take_in(x)
         return self.scale, None if self.symmetric else self.zero_point
 

@@ -207,10 +207,13 @@ def test_ema(backend: str, grid: Grid, fast_device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("size", [(6, 4), (40, 700)])
 @pytest.mark.parametrize("per", [PerTensor(), PerChannel(0), PerChannel(1), PerGroup(2)], ids=str)
-def test_following_is_a_statistic_and_an_ema(per: Granularity, symmetric: bool, device: torch.device) -> None:
+def test_following_is_a_statistic_and_an_ema(
+    per: Granularity, size: tuple[int, int], symmetric: bool, device: torch.device
+) -> None:
     """In one call where a backend has one: also groups without data, NaN, and memory in another order."""
-    x = inputs.random((6, 4)).float().to(device)
+    x = inputs.random(size).float().to(device)
     x[0], x[1, 1], x[2, 2] = 0.0, float("nan"), float("inf")
     shape, grid = per.scale_shape(x.shape), Grid(8, signed=symmetric)
     floats = [torch.ones(shape, device=device) for _ in range(1 if symmetric else 3)]

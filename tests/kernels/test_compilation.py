@@ -151,15 +151,15 @@ def test_a_linear_step(rows: int, inner: int, outputs: int, dtype: torch.dtype, 
     decoding = ["_decode_operands", "_add_sums", "_decode_operands", "_decode_operands", "_add_sums"]
     kept = torch.ones((), dtype=wide), torch.ones((), dtype=torch.int32)
     kinds = {
-        "_code_operands": (inner, Grid(8), None, None),
-        "_code_by_kept": (inner, Grid(8, signed=False), SteKind.CLIPPED_IDENTITY, kept),
+        "_code_operands": (None, Grid(8), None, None),
+        "_code_by_kept": (None, Grid(8, signed=False), SteKind.CLIPPED_IDENTITY, kept),
         "values": (8, Grid(8), None, None),
     }
-    for kind, (run, grid, ste, params) in kinds.items():
-        scales = torch.ones(outputs) if run == inner else torch.ones(outputs, inner // run)
+    for kind, (group, grid, ste, params) in kinds.items():
+        scales = torch.ones(outputs) if group is None else torch.ones(outputs, inner // group)
         for held in (None, (torch.ones(outputs, inner, dtype=torch.int8), scales)):
             w_grid = None if held else Grid(8)
-            step = triton_linear.LinearStep(rows, outputs, inner, run, grid, w_grid, ste, dtype, device)
+            step = triton_linear.LinearStep(rows, outputs, inner, group, grid, w_grid, ste, dtype, device)
             y, codes = step.forward(x, w, bias, held, params)
             for of_x, of_w, given in ((True, True, dtype), (True, False, None), (False, False, dtype)):
                 found = step.decode(y, codes, of_x, of_w, given)
@@ -177,7 +177,7 @@ def test_a_linear_step_of_long_groups(compiled: list[str]) -> None:
 
     x, w, device = torch.ones(512, 1024), torch.ones(130, 1024), torch.device("cpu")
     step = triton_linear.LinearStep(512, 130, 1024, 256, Grid(8), Grid(4), None, torch.float32, device)
-    _, codes = step.forward(x, w, torch.ones(130), None, None)
+    _, codes = step.forward(x, w, torch.ones(130))
     assert codes.w_scale.shape == (130, 4)
     assert compiled == ["_code_operands", "_grouped_product"]
 

@@ -177,7 +177,7 @@ class _LinearByStep(torch.autograd.Function):
         ctx.step, x, w_codes, kept = rest
         ctx.dtype, ctx.bias_dtype = ctx.step.dtype, None if bias is None else bias.dtype
         ctx.carriers = x_carrier, w
-        y, codes = ctx.step.forward(x, w, bias, w_codes, kept)
+        y, codes = ctx.step.forward(x, w, bias, w_codes, kept, ctx.needs_input_grad[0])
         ctx.save_for_backward(*codes)
         return y if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))  # noqa: SLF001
 
@@ -352,7 +352,7 @@ def linear_per_batch(
     """integer_linear with a symmetric scale for each row of x, of its own range; and of w, if that is not coded yet
 
     On a GPU with fewer launches. The tensors are plain, unless they are compiled. With scales for each ``group`` of
-    w's rows it is a product of values, and codes are what is kept.
+    w's rows it may be a product of values; on a GPU it keeps codes all the same.
     """
     y: Tensor
     weight = w.carrier if isinstance(w, Coded) else w
@@ -364,7 +364,7 @@ def linear_per_batch(
     else:
         step = linear_step(x, weight, x_grid, None if isinstance(w, Coded) else w_grid, dtype, group=group)
         if step is not None:
-            return _run(step, x, w, bias)
+            return _apply_step(step, x, w, bias)
     w_per = PerChannel(0) if group is None else PerGroup(group)
     if not isinstance(w, Coded):
         w = code_per_batch(w, grid=w_grid, per=w_per, symmetric=True)
@@ -389,7 +389,7 @@ def linear_by_kept_scale(
     weight, grid = (w.carrier, None) if isinstance(w, Coded) else (w, w_grid)
     step = None if torch.compiler.is_compiling() else linear_step(x, weight, x_grid, grid, dtype, ste=ste)
     if step is not None:
-        return _run(step, x, w, bias, kept)
+        return _apply_step(step, x, w, bias, kept)
     if not isinstance(w, Coded):
         w = code_per_batch(w, grid=w_grid, per=PerChannel(0), symmetric=True)
     scale, zero_point = kept[0].clone(), None if kept[1] is None else kept[1].clone()
@@ -397,13 +397,14 @@ def linear_by_kept_scale(
     return integer_linear(coded, w, bias, dtype=dtype)
 
 
-def _run(
+def _apply_step(
     step: LinearStep,
     x: Tensor,
     w: nn.Parameter | Coded,
     bias: Tensor | None,
     kept: tuple[Tensor, Tensor | None] | None = None,
 ) -> Tensor:
+    """y by the step, with the scale and zero point of x, if one is kept"""
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     carrier = apply_plain(_Carry, x, None) if x.requires_grad else _carrier(x)
     weight, codes = (w.carrier, (w.q, w.scale)) if isinstance(w, Coded) else (w, None)

@@ -10,7 +10,7 @@ from lowbit.kernels.native import TYPES, Sums, address, loaded
 
 def select(grad_output: Tensor, bits: Tensor) -> Tensor:
     """grad_output, contiguous, where its bit is set, else 0"""
-    grad = grad_output.contiguous()
+    grad, bits = grad_output.contiguous(), bits.contiguous()
     dx = torch.empty_like(grad)
     addresses = bits.data_ptr(), grad.data_ptr(), dx.data_ptr()
     loaded().select(grad.numel(), grad.element_size(), *addresses, torch.get_num_threads())

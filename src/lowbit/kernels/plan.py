@@ -262,7 +262,10 @@ def follow(state: Sequence[Tensor], x: Tensor, per: Granularity, decay: float, g
     """Take x's range into the state of an EMA, in that state's own memory; whether a backend does so in one call"""
     if is_traced(x, *state) or torch.float64 in (x.dtype, state[0].dtype):
         return False
-    if not runs("triton", x) or not all(_is_writable(held) for held in state):
+    like = x.shape, x.stride(), x.dtype, x.device
+    statistic = "abs_max" if len(state) == 2 else "min_max"
+    plan = _select(statistic, *like, grid, per, SteKind.CLIPPED_IDENTITY, _candidates)
+    if plan.backend != "triton" or not all(_is_writable(held) for held in state):
         return False
     _backend("triton").follow(x, state, per, decay, grid)
     torch.autograd.graph.increment_version(state)

@@ -162,11 +162,13 @@ def linear_step(
     outputs, inner = w.shape
     if not plan.runs("triton", x) or not (w.is_contiguous() and w.numel()) or torch.float64 in (x.dtype, w.dtype):
         return None
+    if x.shape[-1] != inner or (group is not None and inner % group):
+        return None
     from lowbit.kernels import triton_linear  # half a second, which only users of a GPU should spend
 
     if triton_linear.refusal(inner, outputs, x.device):
         return None
-    sizes = x.numel() // inner, outputs, inner, group or inner
+    sizes = x.numel() // inner, outputs, inner, group
     return triton_linear.linear_step(*sizes, x_grid, w_grid, ste, dtype, x.device)
 
 
@@ -197,7 +199,7 @@ def _opaque_linear_step(
     w = w.contiguous()
     step = linear_step(x, w, plan.decode_grid(x_grid), plan.decode_grid(w_grid), dtype)
     assert step is not None
-    y, codes = step.forward(x.contiguous(), w, None if bias is None else bias.contiguous(), None, None)
+    y, codes = step.forward(x.contiguous(), w, None if bias is None else bias.contiguous())
     return [y, *(code for code in codes if code is not None)]
 
 
@@ -219,7 +221,7 @@ def _opaque_linear_values(
     from lowbit.kernels import triton_linear
 
     (rows, outputs), inner = g.shape, codes[0].shape[1]
-    step = triton_linear.linear_step(rows, outputs, inner, inner, Grid(8), None, None, g.dtype, g.device)
+    step = triton_linear.linear_step(rows, outputs, inner, None, Grid(8), None, None, g.dtype, g.device)
     found = step.decode(g.contiguous(), LinearCodes(*codes), of_x, of_w, bias)
     return [tensor for tensor in found if tensor is not None]
 

@@ -229,8 +229,8 @@ def _gather(
     kind: tl.constexpr, block: tl.constexpr, block_groups: tl.constexpr, rounds: tl.constexpr, wide: tl.constexpr,
     double: tl.constexpr,
 ):  # fmt: skip
-    """This program's groups, which of them there are, and the sum of their partial results [outer, repeats, channels,
-    inner]: what the reduction of ``kind`` makes of them
+    """This program's groups, which of them there are, and what the reduction of ``kind`` makes of their partial results
+    [outer, repeats, channels, inner]
     """
     math: tl.constexpr = tl.float64 if double else tl.float32
     group = tl.program_id(0) * block_groups + tl.arange(0, block_groups)[None, :]
@@ -393,8 +393,9 @@ def _ema(
     kind: tl.constexpr, block: tl.constexpr, block_groups: tl.constexpr, rounds: tl.constexpr, wide: tl.constexpr,
     double: tl.constexpr, quant_min, quant_max, decay, rest,
 ):  # fmt: skip
-    """state = decay * state + rest * batch where the batch, of whose parts a and b tell, has data; the first is copied
-    in (see the reference)
+    """state = decay * state + rest * batch where the batch has data; the first is copied in (see the reference)
+
+    a and b are the batch's partial results.
     """
     group, known, a, b = _gather(
         a_ptr, b_ptr, groups, repeats, channels, inner, kind, block, block_groups, rounds, wide, double
@@ -434,7 +435,7 @@ def select(grad_output: Tensor, bits: Tensor) -> Tensor:
     """grad_output, contiguous, where its bit is set, else 0"""
     g = grad_output.contiguous()
     y = torch.empty_like(g)
-    triton_launch.bits_launch(_select, g.numel(), (), g.device)(y, g, bits)
+    triton_launch.bits_launch(_select, g.numel(), (), g.device)(y, g, bits.contiguous())
     return y
 
 

@@ -105,7 +105,7 @@ def _refined(x, inverse):
 
 @triton.jit
 def code_of(v):
-    """round(v), half to even, of a finite float32 whose code fits int8: the last byte of v + 1.5 * 2^23"""
+    """The last byte of round(v), half to even, of a finite float32, which v + 1.5 * 2^23 has: all of a code of int8"""
     return (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 

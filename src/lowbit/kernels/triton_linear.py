@@ -141,8 +141,8 @@ def _add_sums(total_ptr, sums_ptr, chunks, outputs, block: tl.constexpr, width: 
     tl.store(total_ptr + column, total, mask=known)
 
 
-class _Runs(NamedTuple):
-    """A matrix as rows that have a scale each: the matrix's own rows, or groups of these"""
+class _ScaledRows(NamedTuple):
+    """A matrix as rows that have a scale each: its own, or groups of these"""
 
     rows: int
     columns: int
@@ -175,9 +175,9 @@ class _Runs(NamedTuple):
 class LinearStep:
     """The launches of a step, for x of rows x inner and w of outputs x inner, with results in ``dtype``
 
-    w has symmetric scales for each run of a row, of the run's own range; where it has no grid, it was coded before.
+    w has symmetric scales for each row, or group of a row, of its own range; where it has no grid, it was coded before.
     So have the rows of x; or x has one scale, which is kept, and follows the rule ``ste``. Where a row of w has many
-    short runs, whose sums take long to scale, values are multiplied, and not codes.
+    short groups, whose sums take long to scale, values are multiplied, and not codes.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class LinearStep:
         rows: int,
         outputs: int,
         inner: int,
-        run: int,
+        group: int | None,
         x_grid: Grid,
         w_grid: Grid | None,
         ste: SteKind | None,
@@ -193,14 +193,16 @@ class LinearStep:
         device: torch.device,
     ) -> None:
         self.rows, self.outputs, self.inner, self.dtype, self.device = rows, outputs, inner, dtype, device
-        self.ste, self.x_grid, self.has_w = ste, x_grid, w_grid is not None
-        self._x_runs, self._w_runs = _Runs(rows, inner), _Runs(outputs * (inner // run), run)
+        self.ste, self.x_grid = ste, x_grid
+        run = inner if group is None else group
+        self.groups = None if group is None else inner // group
+        self._x_rows, self._w_rows = _ScaledRows(rows, inner), _ScaledRows(outputs * (inner // run), run)
         fused = not knobs.runtime.interpret
         tile = max(CODE_TILE, triton.next_power_of_2(inner))
-        w_programs, w_numbers = self._w_runs.code_numbers(w_grid or x_grid, CODE_TILE if run == inner else tile)
-        w_programs *= self.has_w
+        w_programs, w_numbers = self._w_rows.code_numbers(w_grid or x_grid, CODE_TILE if run == inner else tile)
+        w_programs *= w_grid is not None
         if ste is None:
-            x_programs, x_numbers = self._x_runs.code_numbers(x_grid, CODE_TILE)
+            x_programs, x_numbers = self._x_rows.code_numbers(x_grid, CODE_TILE)
             numbers, warps = (x_programs, *x_numbers, *w_numbers, fused), max(1, tile // 1024)
             self._code = Launch(_code_operands, x_programs + w_programs, numbers, warps, device)
         else:
@@ -209,10 +211,14 @@ class LinearStep:
             ends = (float(end - self._shift) for end in (x_grid.quant_min, x_grid.quant_max))
             constants = block, triton.cdiv(octets, block), ste.value
             arguments = rows, octets, *ends, self._shift, *constants, *w_numbers, fused
-            self._code = Launch(_code_by_kept, rows + w_programs, arguments, max(1, block // KEPT_OCTETS), device)
-        flags = True, False, True, torch.float32, dtype
-        self._product = product_launch(rows, outputs, inner, *flags, device) if run == inner else None
-        self._grouped = grouped_launch(rows, outputs, inner, run, device) if multiplies_groups(run) else None
+            warps = max(1, block // KEPT_OCTETS, tile // 2048)
+            self._code = Launch(_code_by_kept, rows + w_programs, arguments, warps, device)
+        self._product = self._grouped = None
+        if run == inner:
+            flags = True, False, True, torch.float32, dtype
+            self._product = product_launch(rows, outputs, inner, *flags, device)
+        elif multiplies_groups(run):
+            self._grouped = grouped_launch(rows, outputs, inner, run, device)
         self._sums = _column_sums(rows, outputs, device)
         self._decode: dict[tuple[bool, bool, bool], Launch] = {}
 
@@ -226,14 +232,18 @@ class LinearStep:
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
-        w_codes: Sequence[Tensor] | None,
-        kept: tuple[Tensor, Tensor | None] | None,
+        w_codes: Sequence[Tensor] | None = None,
+        kept: tuple[Tensor, Tensor | None] | None = None,
+        of_x: bool = True,
     ) -> tuple[Tensor, LinearCodes]:
-        """y = float(sum_k (q_x - z) * q_w) * (s_x * s_w) + b, and the codes; ``kept`` are the scale and zero point"""
+        """y = float(sum_k (q_x - z) * q_w) * (s_x * s_w) + b, and the codes
+
+        ``kept`` are the scale and zero point of x; ``of_x``: whether it takes a gradient.
+        """
         if self._product is None and self._grouped is None:
             return self._forward_by_values(x, w, bias, w_codes)
-        q_x, x_scale = self._empty_codes(self._x_runs)
-        q_w, w_scale = self._empty_codes(self._w_runs) if w_codes is None else w_codes
+        q_x, x_scale = self._empty_codes(self.rows)
+        q_w, w_scale = self._empty_codes(self.outputs, self.groups) if w_codes is None else w_codes
         coded = (q_w, w_scale) if w_codes is None else (None, None)
         w_sums = zero_point = bits = None
         if kept is None:
@@ -243,7 +253,7 @@ class LinearStep:
             if self._shift or kept_point is not None:
                 zero_point = self._empty((), torch.int32)
                 w_sums = self._empty((self.outputs,), torch.int32) if w_codes is None else row_sums(q_w)
-            if self.ste is not SteKind.IDENTITY:
+            if of_x and self.ste is not SteKind.IDENTITY:
                 bits = self._empty((self.rows * self.inner // 8,), torch.uint8)
             self._code(
                 *(q_x, x_scale, bits, zero_point, *coded, w_sums if w_codes is None else None),
@@ -259,11 +269,11 @@ class LinearStep:
     def _forward_by_values(
         self, x: Tensor, w: Tensor, bias: Tensor | None, w_codes: Sequence[Tensor] | None
     ) -> tuple[Tensor, LinearCodes]:
-        x_codes = self._empty_codes(self._x_runs)
+        x_codes = self._empty_codes(self.rows)
         x_values = self._empty((self.rows, self.inner), self.dtype)
         w_values: Tensor | None
         if w_codes is None:
-            w_codes = self._empty_codes(self._w_runs)
+            w_codes = self._empty_codes(self.outputs, self.groups)
             w_values = self._empty((self.outputs, self.inner), self.dtype)
             self._code(*x_codes, x_values, *w_codes, w_values, None, x, w)
             codes = LinearCodes(*x_codes, *w_codes)
@@ -291,14 +301,12 @@ class LinearStep:
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _empty_codes(self, runs: _Runs) -> tuple[Tensor, Tensor]:
-        groups = self.inner // runs.columns
-        rows = runs.rows // groups
-        scale = self._empty((rows,) if groups == 1 else (rows, groups), torch.float32)
+    def _empty_codes(self, rows: int, groups: int | None = None) -> tuple[Tensor, Tensor]:
+        scale = self._empty((rows,) if groups is None else (rows, groups), torch.float32)
         return self._empty((rows, self.inner), torch.int8), scale
 
     def _decode_launch(self, of_x: bool, of_w: bool, of_g: bool) -> Launch:
-        x, w, sums = self._x_runs, self._w_runs, self._sums
+        x, w, sums = self._x_rows, self._w_rows, self._sums
         x_programs, w_programs, sum_programs = x.decode_programs * of_x, w.decode_programs * of_w, sums.programs * of_g
         numbers = x_programs, *x, x.tiles, *w, w.tiles, self.rows, self.outputs, sums.across, sum_programs
         constants = *x.blocks, *w.blocks, *sums.constants

@@ -28,7 +28,7 @@ _SHARED = 232448  # bytes that a program of compute capability 9.0 may have
 
 
 @triton.jit
-def _corner(tile, rows, columns, block_rows: tl.constexpr, block_columns: tl.constexpr, together: tl.constexpr):
+def corner(tile, rows, columns, block_rows: tl.constexpr, block_columns: tl.constexpr, together: tl.constexpr):
     """The first row and column of a tile"""
     down, across = tl.cdiv(rows, block_rows), tl.cdiv(columns, block_columns)
     first = tile // (together * across) * together
@@ -45,7 +45,7 @@ def _tile(
     together: tl.constexpr,
 ):  # fmt: skip
     math: tl.constexpr = tl.float64 if double else tl.float32
-    row, column = _corner(tile, rows, columns, block_rows, block_columns, together)
+    row, column = corner(tile, rows, columns, block_rows, block_columns, together)
     total = tl.zeros((block_rows, block_columns), tl.int32)
     for step in range(steps):
         a, b = x.load([row, step * block_inner]), w.load([column, step * block_inner])
@@ -104,8 +104,9 @@ def _grouped_tile(
     tile, x, w, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns, steps, group, groups,
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
 ):  # fmt: skip
-    row, column = _corner(tile, rows, columns, block_rows, block_columns, together)
+    row, column = corner(tile, rows, columns, block_rows, block_columns, together)
     r, c = row + tl.arange(0, block_rows)[:, None], column + tl.arange(0, block_columns)[None, :]
+    x_scale = tl.load(x_scale_ptr + r, mask=r < rows, other=0.0)
     total = tl.zeros((block_rows, block_columns), tl.float32)
     sums = tl.zeros((block_rows, block_columns), tl.int32)
     for step in range(steps):
@@ -113,9 +114,8 @@ def _grouped_tile(
         sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
         if (step + 1) * block_inner % group == 0:
             places = w_scale_ptr + c * groups + step * block_inner // group
-            total += sums.to(tl.float32) * tl.load(places, mask=c < columns, other=0.0)
+            total += sums.to(tl.float32) * (x_scale * tl.load(places, mask=c < columns, other=0.0))
             sums = tl.zeros((block_rows, block_columns), tl.int32)
-    total *= tl.load(x_scale_ptr + r, mask=r < rows, other=0.0)
     if bias_ptr is not None:
         total += widened(tl.load(bias_ptr + c, mask=c < columns, other=0.0), tl.float32)
     value = narrowed(total, y_ptr.dtype.element_ty)
@@ -128,7 +128,7 @@ def _grouped_product(
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
     programs: tl.constexpr, fixed_turns: tl.constexpr, fixed_steps: tl.constexpr,
 ):  # fmt: skip
-    """y = s_x * (sum_g s_w[g] * float(sum_k x * w)) + b, k in group g; a program takes every ``programs``-th tile"""
+    """y = sum_g float(sum_k x * w) * (s_x * s_w[g]) + b, k in group g; a program takes every ``programs``-th tile"""
     x = tl.make_tensor_descriptor(x_ptr, [rows, inner], [inner, 1], [block_rows, block_inner])
     w = tl.make_tensor_descriptor(w_ptr, [columns, inner], [inner, 1], [block_columns, block_inner])
     tiles = tl.cdiv(rows, block_rows) * tl.cdiv(columns, block_columns)
@@ -152,7 +152,7 @@ def _selected_tile(
     tile, a, b, y, y_ptr, bits_ptr, rows, columns, steps, even: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
 ):  # fmt: skip
-    row, column = _corner(tile, rows, columns, block_rows, block_columns, together)
+    row, column = corner(tile, rows, columns, block_rows, block_columns, together)
     total = tl.zeros((block_rows, block_columns), tl.float32)
     for step in range(steps):
         left, right = a.load([row, step * block_inner]), b.load([step * block_inner, column])
@@ -295,7 +295,8 @@ def product_launch(
 
 def selects(a: Tensor, b: Tensor) -> bool:
     """Whether there is a ``selected_product`` of these"""
-    aligned = a.shape[1] % 8 == b.shape[1] % 8 == 0
+    addresses = a.data_ptr() | b.data_ptr()
+    aligned = a.shape[1] % 8 == b.shape[1] % 8 == addresses % _ALIGNED == 0
     on_device = not device_refusal(a.device.index) if a.is_cuda else bool(knobs.runtime.interpret)
     return aligned and on_device and a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
 
@@ -304,7 +305,7 @@ def selected_product(a: Tensor, b: Tensor, bits: Tensor) -> Tensor:
     """a @ b where its bit is set, else 0; both contiguous"""
     (rows, inner), columns = a.shape, b.shape[1]
     y = torch.empty((rows, columns), dtype=a.dtype, device=a.device)
-    run_product(_selected_launch(rows, columns, inner, a.device), a, b, y, bits)
+    run_product(_selected_launch(rows, columns, inner, a.device), a, b, y, bits.contiguous())
     return y
 
 

@@ -1,4 +1,4 @@
-"""Rows to codes and back on a GPU: what kernels of several rooms inline."""
+"""Rows to codes and back on a GPU, for kernels to inline."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def code_row(
     octets, block: tl.constexpr, steps: tl.constexpr, rule: tl.constexpr,
     quant_min, quant_max, double: tl.constexpr, fused: tl.constexpr,
 ):  # fmt: skip
-    """Of a row of x: the codes by a scale and zero point that are given, bits (see _gradient_bits), and the scale, NaN
-    where the row holds one: in one read. The zero point is less by ``shift``; zero_ptr is where it goes, from row 0.
+    """Of a row of x: the codes by a scale and zero point that are given, a bit for each, whether the rule passes a
+    gradient, and the scale, NaN where the row holds one: in one read. The zero point is less by ``shift``; zero_ptr is
+    where it goes, from row 0.
     """
     math: tl.constexpr = tl.float64 if double else tl.float32
     first, place = tl.arange(0, block)[:, None], tl.arange(0, 8)[None, :]
@@ -70,7 +71,7 @@ def code_row(
         lost |= (x != x).to(tl.int32)
         v = tl.where(x == x, quotient_of(x, s, inverse, low, high, fused), 0.0)
         q = rounded(v, True).to(tl.int32).to(tl.int8) if double else code_of(v)
-        tl.store(q_ptr + start * 8 + offsets, q + shifted.to(tl.int8), mask=inside)
+        tl.store(q_ptr + start * 8 + offsets, q + shifted.to(tl.int8), mask=inside)  # either may wrap, and the sum fits
         if bits_ptr is not None:
             passed = gradient_of(tl.full(x.shape, 1.0, math), x, s, inverse, low, high, rule, double, fused) != 0
             bits = tl.sum((passed & inside).to(tl.int32) << place, 1, keep_dims=True)

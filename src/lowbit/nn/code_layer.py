@@ -99,7 +99,7 @@ class CodeLayer(QuantLayer):
         return self._scales_fit() and not self.product_refusal(device)
 
     def _scales_fit(self) -> bool:
-        """A part of what ``product_refusal`` says, in words that a compiler cannot follow."""
+        """A part of ``product_refusal``, whose words about it a compiler cannot follow."""
         pairs = ("input_quantizer", self.input_pers), ("weight_quantizer", self.weight_pers)
         return all(getattr(self.quantizer(slot), "per", None) in pers for slot, pers in pairs)
 

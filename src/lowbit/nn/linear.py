@@ -11,7 +11,6 @@ from lowbit.fake_quantize import FakeQuantize
 from lowbit.functional.linear import Coded, integer_linear, linear_by_kept_scale, linear_per_batch
 from lowbit.granularity import PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.kernels import products
-from lowbit.kernels.products import has_linear_step
 from lowbit.nn.code_layer import CodeLayer
 
 # By device: below so many multiplications, codes take longer than quantized values and a product of those.
@@ -45,9 +44,10 @@ class LinearLayer(CodeLayer):
 
     def product_refusal(self, device: torch.device | None = None) -> str:
         per = getattr(self.quantizer("weight_quantizer"), "per", None)
-        multiplied = isinstance(per, PerGroup) and products.multiplies_groups(per.size)
-        if multiplied and self._keeps_codes_of_groups(device or self._float("weight").device):
-            return ""
+        if isinstance(per, PerGroup) and (per.size == self.in_features or products.multiplies_groups(per.size)):
+            device = device or self._float("weight").device
+            if self._keeps_codes_of_groups(device):
+                return ""
         return super().product_refusal(device)
 
     def takes_codes(self, device: torch.device) -> bool:
@@ -62,7 +62,7 @@ class LinearLayer(CodeLayer):
             if of_w.takes_own_rows and of_x.takes_own_rows:
                 return linear_per_batch(x, self._once_coded(weight), bias, **numbers)
             if of_w.takes_own_rows and of_x.keeps_scale and not torch.compiler.is_compiling():
-                kept = of_x.state_after(x)
+                kept = of_x.follow(x)
                 return linear_by_kept_scale(x, kept, self._once_coded(weight), bias, **numbers, ste=of_x.ste)
         return super().run_on_codes(x, weight, bias, dtype)
 
@@ -71,7 +71,7 @@ class LinearLayer(CodeLayer):
         return self.code_weight(slot, weight) if self.holds(slot, weight) else weight
 
     def _keeps_codes_of_groups(self, device: torch.device) -> bool:
-        """Whether there is a step for scales of groups of a row; of short groups it multiplies values, and keeps codes"""
+        """Whether there is a step for groups of a row: of short ones it multiplies values, and keeps codes"""
         of_x, of_w = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
         if not (isinstance(of_w, FakeQuantize) and isinstance(of_x, FakeQuantize)) or torch.compiler.is_compiling():
             return False
@@ -79,10 +79,11 @@ class LinearLayer(CodeLayer):
         return (
             simple
             and of_w.takes_own_groups
+            and of_x.per in self.input_pers
             and of_x.takes_own_rows
             and not self.own_refusal(device)
-            and has_linear_step(device.type, device.index, self.in_features, self.out_features)
-            and isinstance(self._float("weight"), nn.Parameter)
+            and products.has_linear_step(device.type, device.index, self.in_features, self.out_features)
+            and isinstance(self._parameters.get("weight"), nn.Parameter)
         )
 
     def multiply(self, x: Coded, w: Coded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,131 @@
+"""Linear layers whose training step is one LinearStep: which they are, and that it is the step of the values.
+
+Without a GPU, Triton's interpreter runs them; the other backends have no such step, and show what it must give.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import inputs
+import lowbit
+from lowbit import EMA, Fixed, PerBatch, PerChannel, PerGroup, PerToken, QuantSpec, Recipe
+from lowbit.kernels import plan, products
+from lowbit.nn import linear
+
+OWN_ROWS = QuantSpec(bits=8, per=PerChannel(0), scale_mode=PerBatch(), narrow=True)
+TOKENS = QuantSpec(bits=8, per=PerToken(), scale_mode=PerBatch())
+
+
+def groups(size: int) -> QuantSpec:
+    return QuantSpec(bits=4, per=PerGroup(size), scale_mode=PerBatch(), narrow=True)
+
+
+STEPS = {
+    "an EMA": Recipe(weight=OWN_ROWS, activation=QuantSpec(bits=8, symmetric=False, scale_mode=EMA(0.9))),
+    "a symmetric EMA": Recipe(weight=OWN_ROWS, activation=QuantSpec(bits=8, scale_mode=EMA(0.9))),
+    "a fixed scale": Recipe(weight=OWN_ROWS, activation=QuantSpec(bits=4, scale_mode=Fixed())),
+    "tokens": Recipe(weight=OWN_ROWS, activation=TOKENS),
+    "short groups": Recipe(weight=groups(16), activation=TOKENS),
+    "groups of whole rows": Recipe(weight=groups(64), activation=TOKENS),
+}
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of any size multiply codes, and a step may run wherever its kernels do."""
+    monkeypatch.setattr(linear, "_LEAST", {"cpu": 0, "cuda": 0})
+    monkeypatch.setattr(products, "has_linear_step", lambda *_: plan.runs("triton", torch.ones(1)))
+    torch.use_deterministic_algorithms(False)
+
+
+def layer_of(recipe: Recipe, device: torch.device, width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    example = torch.randn(2, width, device=device)
+    return lowbit.prepare(nn.Sequential(nn.Linear(width, 8)).to(device), recipe, example).train()
+
+
+def is_step(y: Tensor) -> bool:
+    return type(y.grad_fn).__name__ == "_LinearByStepBackward"
+
+
+def run(model: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
+    found = []
+    for batch in (x, 1.5 * x, 0.5 * x):  # the scale of the last clips
+        leaf = batch.detach().requires_grad_()
+        y = model(leaf)
+        found += [y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], g)]
+    return found + [state for state in model.buffers() if state.is_floating_point()]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_that_of_the_values(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = layer_of(STEPS[name], device), inputs.random((2, 5, 64)).float().to(device)
+    twin, g = copy.deepcopy(model), inputs.random((2, 5, 8), seed=1).float().to(device)
+    assert is_step(copy.deepcopy(model)(x)) == plan.runs("triton", x)
+    found = run(model, x, g)
+    monkeypatch.setattr(linear, "_LEAST", {})
+    for got, want in zip(found, run(twin, x, g), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_an_input_by_channels_is_none_of_tokens(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    channels = QuantSpec(bits=4, per=PerChannel(0), scale_mode=PerBatch())
+    model, x = (
+        layer_of(Recipe(weight=groups(16), activation=channels), device),
+        inputs.random((2, 3, 64)).float().to(device),
+    )
+    y = model(x)
+    assert not is_step(y)
+    monkeypatch.setattr(linear, "_LEAST", {})
+    torch.testing.assert_close(y, model(x))
+
+
+def test_groups_that_do_not_divide_a_row_are_an_error(device: torch.device) -> None:
+    model = layer_of(STEPS["short groups"], device)
+    model[0].weight_quantizer.per = PerGroup(48)
+    with pytest.raises(ValueError, match=r"PerGroup\(size=48\) does not fit shape \(8, 64\)"):
+        model(torch.randn(4, 64, device=device))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_weights_once_ends_before_a_checkpoint_runs_again(name: str, device: torch.device) -> None:
+    model, x = layer_of(STEPS[name], device), inputs.random((4, 64)).float().to(device).requires_grad_()
+    twin = copy.deepcopy(model)
+    with lowbit.weights_once(model):
+        y = checkpoint(model, x, use_reentrant=False)
+    found, wanted = (torch.autograd.grad(out.square().sum(), x)[0] for out in (y, twin(x)))
+    torch.testing.assert_close(found, wanted)
+
+
+class _Counted(nn.Module):
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight * 1.0
+
+
+@pytest.mark.parametrize("name", ["short groups", "tokens", "an EMA"])
+def test_a_computed_weight_is_computed_once(name: str, device: torch.device) -> None:
+    float_model = nn.Sequential(nn.Linear(64, 8)).to(device)
+    parametrize.register_parametrization(float_model[0], "weight", counted := _Counted())
+    model = lowbit.prepare(float_model, STEPS[name], torch.randn(2, 64, device=device)).train()
+    counted = next(module for module in model.modules() if isinstance(module, _Counted))
+    counted.calls = 0
+    model(torch.randn(4, 64, device=device))
+    assert counted.calls == 1
+
+
+def test_what_a_layer_of_groups_says_of_its_product(device: torch.device) -> None:
+    long = Recipe(weight=groups(256), activation=TOKENS)
+    for recipe, width in ((STEPS["groups of whole rows"], 64), (long, 512)):
+        refusal = layer_of(recipe, device, width)[0].product_refusal()
+        assert (refusal == "") == plan.runs("triton", torch.ones(1))
+    assert "PerGroup(size=16)" in layer_of(STEPS["short groups"], device)[0].product_refusal()
