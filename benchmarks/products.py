@@ -26,7 +26,7 @@ from lowbit.grid import Grid
 from lowbit.kernels.products import scaled_product
 from lowbit.kernels.triton import select
 from lowbit.kernels.triton_linear import linear_step
-from lowbit.kernels.triton_products import corner, selected_product
+from lowbit.kernels.triton_products import corner, grouped_launch, multiplies_groups, run_product, selected_product
 
 SHAPES = ((16384, 4096, 14336), (16384, 4096, 4096), (8192, 2048, 8192), (16384, 1024, 4096))
 GROUPS = (32, 64, 128, 256, 512, 1024)
@@ -267,8 +267,16 @@ def _used(data: Data) -> dict[str, dict[str, Callable[[], object]]]:
             "codes, one scale a row": lambda: scaled_product(
                 data.q_x, data.q_w, data.x_scale, data.w_scale, dtype=torch.bfloat16
             ),
+            **{f"codes, groups of {size}": partial(_grouped, data, size) for size in GROUPS if multiplies_groups(size)},
         },
     }
+
+
+def _grouped(data: Data, size: int) -> Tensor:
+    y = torch.empty(len(data.x), len(data.w), dtype=torch.bfloat16, device="cuda")
+    launch = grouped_launch(*y.shape, data.x.shape[1], size, y.dtype, y.device)
+    run_product(launch, data.q_x, data.q_w, y, data.x_scale, data.group_scales[size].view(len(data.w), -1), None)
+    return y
 
 
 def main() -> None:

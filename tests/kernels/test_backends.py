@@ -207,8 +207,18 @@ def test_ema(backend: str, grid: Grid, fast_device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("size", [(6, 4), (40, 700)])
-@pytest.mark.parametrize("per", [PerTensor(), PerChannel(0), PerChannel(1), PerGroup(2)], ids=str)
+@pytest.mark.parametrize(
+    ("per", "size"),
+    [
+        (PerTensor(), (6, 4)),
+        (PerTensor(), (40, 700)),
+        (PerChannel(0), (6, 4)),
+        (PerChannel(1), (6, 4)),
+        (PerChannel(1), (300, 5)),
+        (PerGroup(2), (6, 4)),
+    ],
+    ids=str,
+)
 def test_following_is_a_statistic_and_an_ema(
     per: Granularity, size: tuple[int, int], symmetric: bool, device: torch.device
 ) -> None:

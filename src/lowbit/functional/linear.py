@@ -258,13 +258,13 @@ class _Carry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor | None) -> Tensor:
-        ctx.save_for_backward(bits)
+        if bits is not None:
+            ctx.save_for_backward(bits)
         return _carrier(x)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        (bits,) = ctx.saved_tensors
-        return grad_output if bits is None else select(grad_output, bits), None
+        return select(grad_output, *ctx.saved_tensors) if ctx.saved_tensors else grad_output, None
 
 
 def _by_row(values: Tensor) -> Tensor:

@@ -218,7 +218,7 @@ class LinearStep:
             flags = True, False, True, torch.float32, dtype
             self._product = product_launch(rows, outputs, inner, *flags, device)
         elif multiplies_groups(run):
-            self._grouped = grouped_launch(rows, outputs, inner, run, device)
+            self._grouped = grouped_launch(rows, outputs, inner, run, dtype, device)
         self._sums = _column_sums(rows, outputs, device)
         self._decode: dict[tuple[bool, bool, bool], Launch] = {}
 

@@ -38,6 +38,25 @@ def corner(tile, rows, columns, block_rows: tl.constexpr, block_columns: tl.cons
 
 
 @triton.jit
+def _result(y_ptr, rows, columns, described: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr):
+    """A descriptor of y, where it may have one"""
+    if described:
+        y = tl.make_tensor_descriptor(y_ptr, [rows, columns], [columns, 1], [block_rows, block_columns])
+    else:
+        y = None
+    return y
+
+
+@triton.jit
+def _put(y, y_ptr, row, column, r, c, rows, columns, value, described: tl.constexpr):
+    """A tile into y"""
+    if described:
+        y.store([row, column], value)
+    else:
+        tl.store(y_ptr + r.to(tl.int64) * columns + c, value, mask=(r < rows) & (c < columns))
+
+
+@triton.jit
 def _tile(
     tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, rows, columns, steps,
     scale_by_row: tl.constexpr, zero_by_row: tl.constexpr, scale_by_column: tl.constexpr, double: tl.constexpr,
@@ -59,11 +78,7 @@ def _tile(
     value = total.to(math) * (x_scale * w_scale)
     if bias_ptr is not None:
         value += widened(tl.load(bias_ptr + c, mask=c < columns, other=0.0), math)
-    value = narrowed(value, y_ptr.dtype.element_ty)
-    if described:
-        y.store([row, column], value)
-    else:
-        tl.store(y_ptr + r.to(tl.int64) * columns + c, value, mask=(r < rows) & (c < columns))
+    _put(y, y_ptr, row, column, r, c, rows, columns, narrowed(value, y_ptr.dtype.element_ty), described)
 
 
 @triton.jit
@@ -77,10 +92,7 @@ def _product(
     """y = float(sum_k x * w - z * sum_k w) * (s_x * s_w) + b; a program takes every ``programs``-th tile"""
     x = tl.make_tensor_descriptor(x_ptr, [rows, inner], [inner, 1], [block_rows, block_inner])
     w = tl.make_tensor_descriptor(w_ptr, [columns, inner], [inner, 1], [block_columns, block_inner])
-    if described:
-        y = tl.make_tensor_descriptor(y_ptr, [rows, columns], [columns, 1], [block_rows, block_columns])
-    else:
-        y = None
+    y = _result(y_ptr, rows, columns, described, block_rows, block_columns)
     tiles = tl.cdiv(rows, block_rows) * tl.cdiv(columns, block_columns)
     if INTERPRETED:  # which knows no bounds of a loop that are not constant
         for turn in range(fixed_turns):
@@ -101,12 +113,12 @@ def _product(
 
 @triton.jit
 def _grouped_tile(
-    tile, x, w, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns, steps, group, groups,
+    tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns, steps, groups,
+    group: tl.constexpr, described: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
 ):  # fmt: skip
     row, column = corner(tile, rows, columns, block_rows, block_columns, together)
     r, c = row + tl.arange(0, block_rows)[:, None], column + tl.arange(0, block_columns)[None, :]
-    x_scale = tl.load(x_scale_ptr + r, mask=r < rows, other=0.0)
     total = tl.zeros((block_rows, block_columns), tl.float32)
     sums = tl.zeros((block_rows, block_columns), tl.int32)
     for step in range(steps):
@@ -114,36 +126,39 @@ def _grouped_tile(
         sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
         if (step + 1) * block_inner % group == 0:
             places = w_scale_ptr + c * groups + step * block_inner // group
-            total += sums.to(tl.float32) * (x_scale * tl.load(places, mask=c < columns, other=0.0))
+            total += sums.to(tl.float32) * tl.load(places, mask=c < columns, other=0.0)
             sums = tl.zeros((block_rows, block_columns), tl.int32)
+    total *= tl.load(x_scale_ptr + r, mask=r < rows, other=0.0)
     if bias_ptr is not None:
         total += widened(tl.load(bias_ptr + c, mask=c < columns, other=0.0), tl.float32)
-    value = narrowed(total, y_ptr.dtype.element_ty)
-    tl.store(y_ptr + r.to(tl.int64) * columns + c, value, mask=(r < rows) & (c < columns))
+    _put(y, y_ptr, row, column, r, c, rows, columns, narrowed(total, y_ptr.dtype.element_ty), described)
 
 
 @triton.jit
 def _grouped_product(
-    x_ptr, w_ptr, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns, inner, group,
+    x_ptr, w_ptr, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns, inner,
+    group: tl.constexpr, described: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
     programs: tl.constexpr, fixed_turns: tl.constexpr, fixed_steps: tl.constexpr,
 ):  # fmt: skip
-    """y = sum_g float(sum_k x * w) * (s_x * s_w[g]) + b, k in group g; a program takes every ``programs``-th tile"""
+    """y = (sum_g float(sum_k x * w) * s_w[g]) * s_x + b, k in group g; a program takes every ``programs``-th tile"""
     x = tl.make_tensor_descriptor(x_ptr, [rows, inner], [inner, 1], [block_rows, block_inner])
     w = tl.make_tensor_descriptor(w_ptr, [columns, inner], [inner, 1], [block_columns, block_inner])
+    y = _result(y_ptr, rows, columns, described, block_rows, block_columns)
     tiles = tl.cdiv(rows, block_rows) * tl.cdiv(columns, block_columns)
     if INTERPRETED:  # see _product
         for turn in range(fixed_turns):
             if tl.program_id(0) + turn * programs < tiles:
                 _grouped_tile(
-                    tl.program_id(0) + turn * programs, x, w, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns,
-                    fixed_steps, group, inner // group, block_rows, block_columns, block_inner, together,
+                    tl.program_id(0) + turn * programs, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
+                    rows, columns, fixed_steps, inner // group, group, described,
+                    block_rows, block_columns, block_inner, together,
                 )  # fmt: skip
     else:
         for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
             _grouped_tile(
-                tile, x, w, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns,
-                inner // block_inner, group, inner // group, block_rows, block_columns, block_inner, together,
+                tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns, inner // block_inner,
+                inner // group, group, described, block_rows, block_columns, block_inner, together,
             )  # fmt: skip
 
 
@@ -288,7 +303,7 @@ def product_launch(
     device: torch.device,
 ) -> Launch:
     """The product's launch; zero points and scales are one number, or one for each row or column."""
-    described = columns * dtype.itemsize % _ALIGNED == 0
+    described = _has_descriptor(columns, dtype)
     flags = scale_by_row, zero_by_row, scale_by_column, math == torch.float64, described
     return _persistent_launch(_product, rows, columns, inner, flags, TILES[dtype.itemsize], device)
 
@@ -321,10 +336,15 @@ def multiplies_groups(group: int) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def grouped_launch(rows: int, columns: int, inner: int, group: int, device: torch.device) -> Launch:
+def grouped_launch(rows: int, columns: int, inner: int, group: int, dtype: torch.dtype, device: torch.device) -> Launch:
     """The launch of the product of codes with a scale for each row of x, and for each group of w's rows"""
     options = {"warps": GROUPED_WARPS, "stages": GROUPED_STAGES, "each": GROUPED_PROGRAMS}
-    return _persistent_launch(_grouped_product, rows, columns, inner, (group,), GROUPED_TILE, device, **options)
+    flags = group, _has_descriptor(columns, dtype)
+    return _persistent_launch(_grouped_product, rows, columns, inner, flags, GROUPED_TILE, device, **options)
+
+
+def _has_descriptor(columns: int, dtype: torch.dtype) -> bool:
+    return columns * dtype.itemsize % _ALIGNED == 0
 
 
 def _persistent_launch(
