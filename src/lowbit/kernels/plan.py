@@ -267,7 +267,7 @@ def follow(state: Sequence[Tensor], x: Tensor, per: Granularity, decay: float, g
     plan = _select(statistic, *like, grid, per, SteKind.CLIPPED_IDENTITY, _candidates)
     if plan.backend != "triton" or not all(_is_writable(held) for held in state):
         return False
-    _backend("triton").follow(x, state, per, decay, grid)
+    _backend("triton").follow(plan.signature, x, state, decay)
     torch.autograd.graph.increment_version(state)
     return True
 

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.granularity import Granularity
 from lowbit.grid import Grid
 from lowbit.kernels import triton_launch
 from lowbit.kernels.signature import Signature
@@ -425,10 +424,9 @@ def _ema(
 _KERNELS = triton_launch.Kernels(_map, _reduce, _finish, _quantize_rows, _ema, _gradient_bits)
 
 
-def follow(x: Tensor, state: Sequence[Tensor], per: Granularity, decay: float, grid: Grid) -> None:
-    """What ema_scale or ema_range makes of the state and of x's range, in the state's own memory"""
-    like = x.shape, x.stride(), x.dtype, x.device
-    triton_launch.follow_launches(_KERNELS, *like, grid, per, len(state) == 2, decay)(x, state)
+def follow(signature: Signature, x: Tensor, state: Sequence[Tensor], decay: float) -> None:
+    """What ema_scale or ema_range makes of the state and of x's abs_max or min_max, in the state's own memory"""
+    triton_launch.follow_launches(signature, _KERNELS, decay)(x, state)
 
 
 def select(grad_output: Tensor, bits: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from lowbit.granularity import Granularity
 from lowbit.grid import Grid
 from lowbit.kernels.nan import mark_nan
 from lowbit.kernels.signature import Signature
@@ -376,22 +375,10 @@ def _ema_state(state: Sequence[Tensor]) -> Sequence[Tensor | None]:
 
 
 @lru_cache(maxsize=4096)
-def follow_launches(
-    kernels: Kernels,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    grid: Grid,
-    per: Granularity,
-    symmetric: bool,
-    decay: float,
-) -> Callable[[Tensor, Sequence[Tensor]], None]:
-    """(x, state): x's range, and the state of an EMA that takes it in, in its own memory"""
-    signature = Signature(
-        "abs_max" if symmetric else "min_max", shape, stride, dtype, device, grid, per, SteKind.IDENTITY
-    )
-    memory, tiling, arrays = signature.memory, plan_tiles(signature, reduces=True), 1 if symmetric else 2
+def follow_launches(signature: Signature, kernels: Kernels, decay: float) -> Callable[[Tensor, Sequence[Tensor]], None]:
+    """(x, state): the statistic of x, and the state of an EMA that takes it in, in its own memory"""
+    arrays = 1 if signature.op == "abs_max" else 2
+    memory, tiling, device = signature.memory, plan_tiles(signature, reduces=True), signature.device
     reduce = _tiled(signature, kernels.reduce, tiling, signature.op, False)
     blend = _gathered(signature, kernels.ema, tiling, signature.op, decay, 1 - decay)
 
