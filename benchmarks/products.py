@@ -4,8 +4,8 @@
    rule's bits in the epilogue; beside cuBLAS's product, after a kernel that makes values of the codes.
 2. The forward's product of codes with a scale for every group of a weight's row; beside the product of values.
 
-Every result is compared with that of float32 first. The times are those of CUDA events, in microseconds: the best of
-rounds in which all take turns.
+Of what was tried, every result is compared with that of float32 first. The times are those of CUDA events, in
+microseconds: the best of rounds in which all take turns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,11 +26,18 @@ from lowbit.grid import Grid
 from lowbit.kernels.products import scaled_product
 from lowbit.kernels.triton import select
 from lowbit.kernels.triton_linear import linear_step
-from lowbit.kernels.triton_products import corner, grouped_launch, multiplies_groups, run_product, selected_product
+from lowbit.kernels.triton_products import (
+    TOGETHER,
+    allocate,
+    corner,
+    grouped_launch,
+    multiplies_groups,
+    run_product,
+    selected_product,
+)
 
 SHAPES = ((16384, 4096, 14336), (16384, 4096, 4096), (8192, 2048, 8192), (16384, 1024, 4096))
 GROUPS = (32, 64, 128, 256, 512, 1024)
-TOGETHER = 8
 
 
 class Tiles(NamedTuple):
@@ -218,7 +225,7 @@ def _cases() -> list[Case]:
 
 def _try(case: Case) -> str:
     """Why a launch is left out; "" for one that runs and is right"""
-    triton.set_allocator(_allocate)
+    triton.set_allocator(allocate)
     data = Data(512, 1024, 1024)
     try:
         found = case(data).float()
@@ -226,10 +233,6 @@ def _try(case: Case) -> str:
         return f"{type(error).__name__}: {error}".splitlines()[0][:120]
     off = (found - (expected := case.expected(data))).abs().max() / expected.abs().max()
     return "" if off < 0.01 else f"off by {off:.3f} of the greatest"
-
-
-def _allocate(size: int, alignment: int, stream: Any) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _clock(call: Callable[[], object], seconds: float) -> float:
@@ -249,7 +252,7 @@ def _clock(call: Callable[[], object], seconds: float) -> float:
 
 
 def _used(data: Data) -> dict[str, dict[str, Callable[[], object]]]:
-    """What lowbit runs now"""
+    """What lowbit runs, and cuBLAS's product beside it"""
     g, bits = data.g, data.bits.flatten()
     return {
         "dx": {
@@ -275,7 +278,7 @@ def _used(data: Data) -> dict[str, dict[str, Callable[[], object]]]:
 def _grouped(data: Data, size: int) -> Tensor:
     y = torch.empty(len(data.x), len(data.w), dtype=torch.bfloat16, device="cuda")
     launch = grouped_launch(*y.shape, data.x.shape[1], size, y.dtype, y.device)
-    run_product(launch, data.q_x, data.q_w, y, data.x_scale, data.group_scales[size].view(len(data.w), -1), None)
+    run_product(launch, data.q_x, data.q_w, y, data.x_scale, data.group_scales[size].t().contiguous(), None)
     return y
 
 
@@ -284,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=0.03, help="that a launch is timed for in a round")
     seconds = parser.parse_args().seconds
-    triton.set_allocator(_allocate)
+    triton.set_allocator(allocate)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}")
     cases = _cases()
     with get_context("spawn").Pool(12) as pool:  # compiling takes most of the time

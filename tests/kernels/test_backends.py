@@ -237,7 +237,9 @@ def test_following_is_a_statistic_and_an_ema(
         copies = [tensor.clone() for tensor in state]
         served = plan.runs("triton", batch) and batch.dtype != torch.float64
         assert plan.follow(copies, batch, per, 0.9, grid) == served
+        versions = [tensor._version for tensor in state]
         follow(state, batch, per, 0.9, grid)
+        assert all(tensor._version > version for tensor, version in zip(state, versions, strict=True))
         for found, want in zip(state, wanted, strict=True):
             assert_same_bits(found.cpu(), want.cpu())
 

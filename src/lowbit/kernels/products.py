@@ -157,12 +157,12 @@ def linear_step(
 ) -> LinearStep | None:
     """The step for x and w with scales of their own rows, or of groups of w's; w is coded before where it has no grid
 
-    With a rule for x, that has one scale, which is kept. None where no backend has such a step.
+    With a rule for x, that has one scale, which is kept, and w has no groups. None where no backend has such a step.
     """
     outputs, inner = w.shape
     if not plan.runs("triton", x) or not (w.is_contiguous() and w.numel()) or torch.float64 in (x.dtype, w.dtype):
         return None
-    if x.shape[-1] != inner or (group is not None and inner % group):
+    if x.shape[-1] != inner or (group is not None and (inner % group or ste is not None)):
         return None
     from lowbit.kernels import triton_linear  # half a second, which only users of a GPU should spend
 

@@ -43,7 +43,7 @@ WIDEST = 2**24  # columns of a matrix: the places of a tile's rows then fit 32 b
 
 @triton.jit
 def _code_operands(
-    x_q_ptr, x_s_ptr, x_v_ptr, w_q_ptr, w_s_ptr, w_v_ptr, w_sums_ptr, x_ptr, w_ptr, x_programs,
+    x_q_ptr, x_s_ptr, x_v_ptr, w_q_ptr, w_s_ptr, w_v_ptr, x_ptr, w_ptr, x_programs,
     x_rows, x_columns, x_min, x_max,
     x_even: tl.constexpr, x_block_rows: tl.constexpr, x_block_columns: tl.constexpr,
     w_rows, w_columns, w_min, w_max,
@@ -59,7 +59,7 @@ def _code_operands(
         )  # fmt: skip
     elif w_ptr is not None:
         code_tile(
-            w_q_ptr, w_s_ptr, w_sums_ptr, w_v_ptr, w_ptr, program - x_programs, w_rows, w_columns, w_min, w_max,
+            w_q_ptr, w_s_ptr, None, w_v_ptr, w_ptr, program - x_programs, w_rows, w_columns, w_min, w_max,
             w_even, w_block_rows, w_block_columns, fused,
         )  # fmt: skip
 
@@ -195,7 +195,7 @@ class LinearStep:
         self.rows, self.outputs, self.inner, self.dtype, self.device = rows, outputs, inner, dtype, device
         self.ste, self.x_grid = ste, x_grid
         run = inner if group is None else group
-        self.groups = None if group is None else inner // group
+        self._groups = None if group is None else inner // group
         self._x_rows, self._w_rows = _ScaledRows(rows, inner), _ScaledRows(outputs * (inner // run), run)
         fused = not knobs.runtime.interpret
         tile = max(CODE_TILE, triton.next_power_of_2(inner))
@@ -236,18 +236,18 @@ class LinearStep:
         kept: tuple[Tensor, Tensor | None] | None = None,
         of_x: bool = True,
     ) -> tuple[Tensor, LinearCodes]:
-        """y = float(sum_k (q_x - z) * q_w) * (s_x * s_w) + b, and the codes
+        """y = float(sum_k (q_x - z) * q_w) * (s_x * s_w) + b, or that of groups or values; and the codes
 
         ``kept`` are the scale and zero point of x; ``of_x``: whether it takes a gradient.
         """
         if self._product is None and self._grouped is None:
             return self._forward_by_values(x, w, bias, w_codes)
         q_x, x_scale = self._empty_codes(self.rows)
-        q_w, w_scale = self._empty_codes(self.outputs, self.groups) if w_codes is None else w_codes
-        coded = (q_w, w_scale) if w_codes is None else (None, None)
+        q_w, w_scale = self._empty_codes(self.outputs, self._groups) if w_codes is None else w_codes
+        coded, w_given = ((q_w, w_scale), w) if w_codes is None else ((None, None), None)
         w_sums = zero_point = bits = None
         if kept is None:
-            self._code(q_x, x_scale, None, *coded, None, None, x, w if w_codes is None else None)
+            self._code(q_x, x_scale, None, *coded, None, x, w_given)
         else:
             scale, kept_point = kept
             if self._shift or kept_point is not None:
@@ -257,7 +257,7 @@ class LinearStep:
                 bits = self._empty((self.rows * self.inner // 8,), torch.uint8)
             self._code(
                 *(q_x, x_scale, bits, zero_point, *coded, w_sums if w_codes is None else None),
-                *(x, w if w_codes is None else None, scale, kept_point),
+                *(x, w_given, scale, kept_point),
             )
         y = self._empty((self.rows, self.outputs), self.dtype)
         if self._product is not None:
@@ -271,15 +271,15 @@ class LinearStep:
     ) -> tuple[Tensor, LinearCodes]:
         x_codes = self._empty_codes(self.rows)
         x_values = self._empty((self.rows, self.inner), self.dtype)
-        w_values: Tensor | None
-        if w_codes is None:
-            w_codes = self._empty_codes(self.outputs, self.groups)
-            w_values = self._empty((self.outputs, self.inner), self.dtype)
-            self._code(*x_codes, x_values, *w_codes, w_values, None, x, w)
-            codes = LinearCodes(*x_codes, *w_codes)
+        w_values: Tensor | None = None
+        if held := w_codes is not None:
+            self._code(*x_codes, x_values, *[None] * 3, x, None)
         else:
-            self._code(*x_codes, x_values, *[None] * 4, x, None)
-            codes = LinearCodes(*x_codes, *w_codes)
+            w_codes = self._empty_codes(self.outputs, self._groups)
+            w_values = self._empty((self.outputs, self.inner), self.dtype)
+            self._code(*x_codes, x_values, *w_codes, w_values, x, w)
+        codes = LinearCodes(*x_codes, *w_codes)
+        if held:
             _, w_values, _ = self.decode(None, codes, False, True, None)
         assert w_values is not None
         return functional.linear(x_values, w_values, None if bias is None else bias.to(self.dtype)), codes

@@ -286,7 +286,7 @@ def scaled_product(
 
 def run_product(launch: Launch, *tensors: Tensor | None) -> None:
     """A launch of the product, with all the tensors that it takes"""
-    triton.set_allocator(_allocate)
+    triton.set_allocator(allocate)
     launch(*tensors)
 
 
@@ -371,6 +371,6 @@ def _persistent_launch(
     return Launch(function, programs, arguments, warps, device, num_stages=stages)
 
 
-def _allocate(size: int, alignment: int, stream: Any) -> Tensor:
+def allocate(size: int, alignment: int, stream: Any) -> Tensor:
     """Where a kernel keeps its descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")

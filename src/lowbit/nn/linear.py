@@ -44,9 +44,9 @@ class LinearLayer(CodeLayer):
 
     def product_refusal(self, device: torch.device | None = None) -> str:
         per = getattr(self.quantizer("weight_quantizer"), "per", None)
-        if isinstance(per, PerGroup) and (per.size == self.in_features or products.multiplies_groups(per.size)):
-            device = device or self._float("weight").device
-            if self._keeps_codes_of_groups(device):
+        if isinstance(per, PerGroup) and self._keeps_codes_of_groups(device or self._float("weight").device):
+            whole = per.size == self.in_features
+            if whole or products.multiplies_groups(per.size):
                 return ""
         return super().product_refusal(device)
 
@@ -75,15 +75,19 @@ class LinearLayer(CodeLayer):
         of_x, of_w = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
         if not (isinstance(of_w, FakeQuantize) and isinstance(of_x, FakeQuantize)) or torch.compiler.is_compiling():
             return False
+        weight = self._parameters.get("weight")
         simple = self._context.integer_products and not (self._edges or self._norm or self.integer_bias)
         return (
             simple
+            and weight is not None
+            and weight.is_contiguous()
+            and isinstance(of_w.per, PerGroup)
+            and not self.in_features % of_w.per.size
             and of_w.takes_own_groups
             and of_x.per in self.input_pers
             and of_x.takes_own_rows
             and not self.own_refusal(device)
             and products.has_linear_step(device.type, device.index, self.in_features, self.out_features)
-            and isinstance(self._parameters.get("weight"), nn.Parameter)
         )
 
     def multiply(self, x: Coded, w: Coded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
