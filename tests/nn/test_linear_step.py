@@ -126,6 +126,8 @@ def test_a_computed_weight_is_computed_once(name: str, device: torch.device) -> 
 def test_what_a_layer_of_groups_says_of_its_product(device: torch.device) -> None:
     long = Recipe(weight=groups(256), activation=TOKENS)
     for recipe, width in ((STEPS["groups of whole rows"], 64), (long, 512)):
-        refusal = layer_of(recipe, device, width)[0].product_refusal()
-        assert (refusal == "") == plan.runs("triton", torch.ones(1))
+        layer = layer_of(recipe, device, width)[0]
+        assert (layer.product_refusal() == "") == plan.runs("triton", torch.ones(1))
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())  # which no step takes
+        assert f"PerGroup(size={min(width, 256)})" in layer.product_refusal()
     assert "PerGroup(size=16)" in layer_of(STEPS["short groups"], device)[0].product_refusal()
