@@ -30,7 +30,7 @@ pytest: $(INSTALLED)
 interpret: $(INSTALLED)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not long" \
 		-k "triton and not float64 and not survives and not compiled_training and not (torch.float16 and sums_scaled)" \
-		tests/kernels tests/functional/test_learned.py tests/functional/test_linear.py \
+		tests/kernels tests/functional/test_learned.py tests/functional/test_linear.py tests/functional/test_linear_step.py \
 		tests/functional/test_codes.py::test_backwards_are_their_formulas tests/nn/test_linear_step.py \
 		tests/test_fake_quantize.py tests/test_scale_state.py
 

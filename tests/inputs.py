@@ -30,6 +30,11 @@ def random(shape: tuple[int, ...], *, seed: int = 0, spread: float = 2.0) -> Ten
     return torch.randn(shape, generator=generator, dtype=torch.float64) * spread
 
 
+def leaf(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """The same, for a gradient"""
+    return random(shape, seed=seed).to(dtype).requires_grad_()
+
+
 def hard_values() -> Tensor:
     """Ties of the scale 0.5, ends, zeros, subnormals, huge and non-finite values: 48 of them."""
     ties = [(k + 0.5) * 0.5 for k in range(-9, 9)]

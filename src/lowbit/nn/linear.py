@@ -61,7 +61,7 @@ class LinearLayer(CodeLayer):
                 return linear_per_batch(x, self._once_coded(weight), bias, **numbers, group=of_w.per.size)
             if of_w.takes_own_rows and of_x.takes_own_rows:
                 return linear_per_batch(x, self._once_coded(weight), bias, **numbers)
-            if of_w.takes_own_rows and of_x.keeps_scale and not torch.compiler.is_compiling():
+            if of_w.takes_own_rows and of_x.keeps_scale:
                 kept = of_x.follow(x)
                 return linear_by_kept_scale(x, kept, self._once_coded(weight), bias, **numbers, ste=of_x.ste)
         return super().run_on_codes(x, weight, bias, dtype)
