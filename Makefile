@@ -38,7 +38,7 @@ interpret: $(INSTALLED)
 sanitize: $(INSTALLED) build/sanitized.so
 	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 \
 		$(BIN)/python -m pytest -q tests/kernels/test_backends.py tests/kernels/test_native.py \
-		tests/functional/test_linear.py -k "not triton and not reference" --native build/sanitized.so
+		tests/functional/test_linear.py tests/functional/test_linear_step.py -k "not triton and not reference" --native build/sanitized.so
 
 build/sanitized.so: $(wildcard src/lowbit/kernels/native*)
 	mkdir -p build
