@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -111,6 +111,13 @@ class FakeQuantize(ScaleState):
         return ""
 
     @property
+    def settings(self) -> tuple[Any, ...]:
+        """All that its choices below depend on: as long as this is equal, so are they."""
+        hooked = bool(self._forward_hooks or self._forward_pre_hooks)
+        kinds = self.grid, self.per, self.symmetric, self.scale_mode, self.ste, self.scale is None or self.scale.dtype
+        return type(self), self.enabled, hooked, self._modules.get("observer"), self._ranks(), *kinds
+
+    @property
     def is_repeatable(self) -> bool:
         """Whether what it gives depends on x alone, and its backward on nothing: then one result serves many passes."""
         hooked = self._forward_hooks or self._forward_pre_hooks or self.observer is not None
@@ -206,10 +213,10 @@ class FakeQuantize(ScaleState):
 
     def _ranks(self) -> Ranks | None:
         """The ranks whose data a statistic is taken of; None for this process's own."""
-        by_row = isinstance(self.scale_mode, PerBatch) and (self.per.shape_follows_batch or self.per.splits)
-        if not (self.training and self.observing and self.across_ranks) or by_row:
+        if not (self.training and self.observing and self.across_ranks):
             return None
-        return Ranks.of(self.process_group)
+        by_row = isinstance(self.scale_mode, PerBatch) and (self.per.shape_follows_batch or self.per.splits)
+        return None if by_row else Ranks.of(self.process_group)
 
     def _quantize(self, x: Tensor, ranks: Ranks | None = None) -> Tensor:
         mode, per, grid, ste = self.scale_mode, self.per, self.grid, self._effective_ste

@@ -6,18 +6,23 @@ Without a GPU, Triton's interpreter runs them; the other backends have no such s
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import inputs
 import lowbit
-from lowbit import EMA, Fixed, PerBatch, PerChannel, PerGroup, PerToken, QuantSpec, Recipe
+from lowbit import EMA, Fixed, PerBatch, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Recipe
 from lowbit.kernels import plan, products
 from lowbit.nn import linear
+from lowbit.ranks import Ranks
 
 OWN_ROWS = QuantSpec(bits=8, per=PerChannel(0), scale_mode=PerBatch(), narrow=True)
 TOKENS = QuantSpec(bits=8, per=PerToken(), scale_mode=PerBatch())
@@ -85,6 +90,62 @@ def test_an_input_by_channels_is_none_of_tokens(device: torch.device, monkeypatc
     assert not is_step(y)
     monkeypatch.setattr(linear, "_LEAST", {})
     torch.testing.assert_close(y, model(x))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a quantizer that is off": lambda layer: setattr(layer.input_quantizer, "enabled", False),
+    "a hook": lambda layer: layer.input_quantizer.register_forward_hook(lambda *_: None),
+    "a hook before": lambda layer: layer.weight_quantizer.register_forward_pre_hook(lambda *_: None),
+    "an observer": lambda layer: setattr(layer.input_quantizer, "observer", lowbit.observers.MinMax(per=PerToken())),
+    "more bits": lambda layer: setattr(layer.weight_quantizer, "grid", lowbit.Grid(9)),
+    "other scales": lambda layer: setattr(layer.input_quantizer, "per", PerTensor()),
+    "another mode": lambda layer: setattr(layer.input_quantizer, "scale_mode", lowbit.Learned()),
+    "zero points": lambda layer: setattr(layer.weight_quantizer, "symmetric", False),
+    "another rule": lambda layer: setattr(layer.input_quantizer, "ste", lowbit.SteKind.TANH),
+    "integers for a bias": lambda layer: setattr(layer, "integer_bias", True),
+    "products of values": lambda layer: setattr(layer._context, "integer_products", False),
+    "a batch norm": lambda layer: setattr(layer, "_norm", (None,)),
+    "an input of many": lambda layer: layer._edges.update(output_quantizer=None),
+    "other ranks": lambda layer: setattr(layer.weight_quantizer, "_ranks", lambda: Ranks(None)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_choice_is_made_again_where_something_has_changed(change: str, device: torch.device) -> None:
+    layer = layer_of(STEPS["tokens"], device)[0]
+    assert [layer.way(device), layer.way(device)] == ["rows", "rows"]
+    CHANGES[change](layer)
+    assert layer.way(device) == copy.deepcopy(layer).way(device) != "rows"
+
+
+def test_a_choice_is_made_again_where_the_weight_lies_otherwise(device: torch.device) -> None:
+    layer = layer_of(STEPS["short groups"], device)[0]
+    assert layer.way(device) == ("groups" if plan.runs("triton", layer.weight) else "")
+    layer.weight.data = layer.weight.data.t().contiguous().t()
+    assert layer.way(device) == ""
+
+
+def test_a_choice_is_made_again_on_another_backend(device: torch.device) -> None:
+    layer = layer_of(STEPS["short groups"], device)[0]
+    layer.way(device)
+    with plan.prefer("reference"):
+        assert layer.way(device) == ""
+
+
+def test_a_layer_that_has_chosen_is_pickled(device: torch.device) -> None:
+    model, x = layer_of(STEPS["tokens"], device), torch.randn(4, 64, device=device)
+    y = model(x)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), y)
+
+
+def test_the_memory_of_an_input_is_not_held(device: torch.device) -> None:
+    model, x = layer_of(STEPS["tokens"], device), torch.randn(4, 64, device=device, requires_grad=True)
+    hidden = x * 1
+    storage = StorageWeakRef(hidden.untyped_storage())
+    y = model(hidden)
+    del hidden
+    assert y.requires_grad
+    assert storage.expired()
 
 
 def test_groups_that_do_not_divide_a_row_are_an_error(device: torch.device) -> None:

@@ -56,6 +56,11 @@ def prefer(backend: str) -> Iterator[None]:
         _candidates = before
 
 
+def candidates() -> tuple[str, ...]:
+    """The backends that may run, fastest first."""
+    return _candidates
+
+
 @dataclass(frozen=True)
 class Plan:
     """select -> can_implement -> run: the dispatcher that every functional op goes through.
@@ -418,24 +423,34 @@ def _requires_grad(args: tuple[Any, ...]) -> bool:
 
 def is_traced(*args: Any) -> bool:
     """Whether someone watches the ops themselves, or a tensor among the arguments is not what its memory says."""
-    if (
+    if is_tracing():
+        return True
+    for arg in args:  # noqa: SIM110 (a generator would take longer than all of this)
+        if isinstance(arg, Tensor) and is_odd(arg):
+            return True
+    return False
+
+
+def is_tracing() -> bool:
+    """Whether someone watches the ops themselves."""
+    return (
         torch.compiler.is_compiling()
         # torch has no public names for these
         or torch._C._are_functorch_transforms_active()  # noqa: SLF001
         or torch._C._len_torch_dispatch_stack() > 0  # noqa: SLF001
         or torch._C._get_tracing_state() is not None  # noqa: SLF001
         or forward_ad._current_level >= 0  # noqa: SLF001
-    ):
-        return True
-    for arg in args:
-        if isinstance(arg, Tensor) and (
-            not is_plain(arg)
-            or torch._C._functorch.is_functorch_wrapped_tensor(arg)  # noqa: SLF001
-            or torch._C._functorch.is_legacy_batchedtensor(arg)  # noqa: SLF001
-            or arg.is_neg()
-        ):
-            return True
-    return False
+    )
+
+
+def is_odd(tensor: Tensor) -> bool:
+    """Whether a tensor is not what its memory says."""
+    return (
+        not is_plain(tensor)
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001
+        or torch._C._functorch.is_legacy_batchedtensor(tensor)  # noqa: SLF001
+        or tensor.is_neg()
+    )
 
 
 def is_plain(x: object) -> bool:

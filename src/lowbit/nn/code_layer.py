@@ -10,7 +10,7 @@ from torch import Tensor
 from lowbit.fake_quantize import FakeQuantize
 from lowbit.functional.linear import LONGEST_ROW, Coded
 from lowbit.granularity import Granularity
-from lowbit.kernels.plan import is_plain, is_traced
+from lowbit.kernels.plan import is_odd, is_plain, is_traced
 from lowbit.nn.layer import QuantLayer
 from lowbit.tracing import is_exporting
 
@@ -58,16 +58,20 @@ class CodeLayer(QuantLayer):
 
     def quantized_forward(self, *args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if args else kwargs.get("input")
-        if self.product is None and self._may_multiply_codes(x):
-            weight, bias = self._float("weight"), self._float("bias")
-            if _multiplies_codes(x, weight, bias) and self.fits(x, weight):
-                device = x.device.type
-                dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-                y = self.run_on_codes(x, weight, self._folded_bias(bias), dtype)
+        if self.product is None and self.training and (way := self._way_for(x)):
+            held = self._parameters
+            weight, bias = held.get("weight"), held.get("bias")
+            if weight is None or bias is None:
+                weight, bias = self._float("weight"), self._float("bias")
+            device = x.device.type
+            autocasts = torch.is_autocast_enabled(device)
+            if _multiplies_codes(x, weight, bias, autocasts) and self.fits(x, weight):
+                dtype = torch.get_autocast_dtype(device) if autocasts else x.dtype
+                y = self.run_on_codes(way, x, weight, self._folded_bias(bias), dtype)
                 return self.quantize("output_quantizer", y)
         return super().quantized_forward(*args, **kwargs)
 
-    def run_on_codes(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def run_on_codes(self, way: str, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """y in this dtype, of x and the weight as they come."""
         return self.multiply(self.code("input_quantizer", x), self._coded_weight(weight), bias, dtype)
 
@@ -94,26 +98,25 @@ class CodeLayer(QuantLayer):
             return "the weight has zero points"
         return "" if weight.grid.fits_int8 else "the weight's codes do not fit int8"
 
-    def takes_codes(self, device: torch.device) -> bool:
-        """Whether ``run_on_codes`` serves the layer on this device."""
-        return self._scales_fit() and not self.product_refusal(device)
+    def way(self, device: torch.device) -> str:
+        """How ``run_on_codes`` serves the layer on this device; "" where it does not."""
+        return "codes" if self._scales_fit() and not self.product_refusal(device) else ""
 
     def _scales_fit(self) -> bool:
         """A part of ``product_refusal``, whose words about it a compiler cannot follow."""
         pairs = ("input_quantizer", self.input_pers), ("weight_quantizer", self.weight_pers)
         return all(getattr(self.quantizer(slot), "per", None) in pers for slot, pers in pairs)
 
-    def _may_multiply_codes(self, x: Any) -> bool:
-        """All that can be told without the weight, which may be computed."""
-        if not self.training or not isinstance(x, Tensor) or is_watched(x) or x.dtype not in _DTYPES:
-            return False
-        least = self.least_sums(x.device.type)
-        return (
-            least is not None
-            and self.count_sums(x) >= least
-            and self.takes_codes(x.device)
-            and self.offers_codes("input_quantizer", x)
-        )
+    def _way_for(self, x: Any) -> str:
+        """The way for this x, as far as can be told without the weight, which may be computed."""
+        if not isinstance(x, Tensor) or is_watched(x) or x.dtype not in _DTYPES:
+            return ""
+        device = x.device
+        least = self.least_sums(device.type)
+        if least is None or self.count_sums(x) < least:
+            return ""
+        way = self.way(device)
+        return way if way and self.offers_codes("input_quantizer", x) else ""
 
     def _coded_weight(self, weight: Tensor) -> Coded:
         if not self._norm:
@@ -130,10 +133,11 @@ def is_watched(*args: Any) -> bool:
     return is_exporting() or not all(is_plain(arg) for arg in args if isinstance(arg, Tensor))
 
 
-def _multiplies_codes(x: Tensor, weight: Any, bias: Tensor | None) -> bool:
-    if not isinstance(weight, Tensor) or weight.device != x.device or is_watched(weight, bias):
+def _multiplies_codes(x: Tensor, weight: Any, bias: Tensor | None, autocasts: bool) -> bool:
+    """Whether these go together; of x it is known that nothing is traced."""
+    if not isinstance(weight, Tensor) or weight.dtype not in _DTYPES or weight.device != x.device:
         return False
-    dtypes = {x.dtype, weight.dtype, *([] if bias is None else [bias.dtype])}
-    if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):
+    is_foreign = is_odd if not torch.compiler.is_compiling() else lambda tensor: not is_plain(tensor)
+    if is_foreign(weight) or (bias is not None and is_foreign(bias)):
         return False
-    return weight.dtype in _DTYPES
+    return autocasts or (x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype))

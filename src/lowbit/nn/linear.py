@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from lowbit.fake_quantize import FakeQuantize
 from lowbit.functional.linear import Coded, integer_linear, linear_by_kept_scale, linear_per_batch
 from lowbit.granularity import PerChannel, PerGroup, PerTensor, PerToken
-from lowbit.kernels import products
+from lowbit.kernels import plan, products
 from lowbit.nn.code_layer import CodeLayer
+from lowbit.nn.memo import Memo
+from lowbit.nn.swap import remove
 
 # By device: below so many multiplications, codes take longer than quantized values and a product of those.
 _LEAST = {"cpu": 2**24, "cuda": 2**32}
@@ -22,6 +24,14 @@ class LinearLayer(CodeLayer):
 
     input_pers = PerTensor(), PerToken()
     weight_pers = PerTensor(), PerToken(), PerChannel(0)
+
+    def equip(self, *args: Any, **kwargs: Any) -> None:
+        super().equip(*args, **kwargs)
+        self._memo = Memo()
+
+    def strip(self) -> None:
+        super().strip()
+        remove(self, "_memo")
 
     @property
     def terms(self) -> int:
@@ -50,21 +60,45 @@ class LinearLayer(CodeLayer):
                 return ""
         return super().product_refusal(device)
 
-    def takes_codes(self, device: torch.device) -> bool:
-        return super().takes_codes(device) or self._keeps_codes_of_groups(device)
+    def way(self, device: torch.device) -> str:
+        if torch.compiler.is_compiling():
+            return self._choose(device)
+        return self._memo.recall(self._facts(device), self._choose, device)
 
-    def run_on_codes(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if isinstance(weight, nn.Parameter) and not (self._edges or self._norm):
+    def _facts(self, device: torch.device) -> tuple[Any, ...]:
+        """All that a choice depends on."""
+        weight, of_x, of_w = (
+            self._parameters.get("weight"),
+            *map(self.quantizer, ("input_quantizer", "weight_quantizer")),
+        )
+        return (
+            *(device, device.type == "cpu" and torch.backends.mkldnn.enabled, plan.candidates()),
+            *(self._context.integer_products, len(self._edges), self._norm, self.integer_bias),
+            *(self.in_features, self.out_features, weight is not None and weight.is_contiguous()),
+            *(getattr(of_x, "settings", None), getattr(of_w, "settings", None)),
+        )
+
+    def _choose(self, device: torch.device) -> str:
+        """By one function, for a weight that is a parameter: "groups", "rows" and "kept"; by codes of both: "codes"."""
+        if self._keeps_codes_of_groups(device):
+            return "groups"
+        way = super().way(device)
+        if way and not (self._edges or self._norm):
             of_x, of_w = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
-            numbers: dict[str, Any] = {"x_grid": of_x.grid, "w_grid": of_w.grid, "dtype": dtype}
-            if isinstance(of_w.per, PerGroup):
-                return linear_per_batch(x, self._once_coded(weight), bias, **numbers, group=of_w.per.size)
-            if of_w.takes_own_rows and of_x.takes_own_rows:
-                return linear_per_batch(x, self._once_coded(weight), bias, **numbers)
-            if of_w.takes_own_rows and of_x.keeps_scale:
-                kept = of_x.follow(x)
-                return linear_by_kept_scale(x, kept, self._once_coded(weight), bias, **numbers, ste=of_x.ste)
-        return super().run_on_codes(x, weight, bias, dtype)
+            if of_w.takes_own_rows and (of_x.takes_own_rows or of_x.keeps_scale):
+                return "rows" if of_x.takes_own_rows else "kept"
+        return way
+
+    def run_on_codes(self, way: str, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if way == "codes" or not isinstance(weight, nn.Parameter):
+            return super().run_on_codes(way, x, weight, bias, dtype)
+        of_x, of_w = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
+        w = self._once_coded(weight)
+        if way == "kept":
+            kept, grids = of_x.follow(x), {"x_grid": of_x.grid, "w_grid": of_w.grid}
+            return linear_by_kept_scale(x, kept, w, bias, **grids, ste=of_x.ste, dtype=dtype)
+        group = of_w.per.size if way == "groups" else None
+        return linear_per_batch(x, w, bias, x_grid=of_x.grid, w_grid=of_w.grid, dtype=dtype, group=group)
 
     def _once_coded(self, weight: nn.Parameter) -> nn.Parameter | Coded:
         slot = "weight_quantizer"
