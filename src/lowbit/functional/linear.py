@@ -77,6 +77,16 @@ def _carrier(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, (0,) * x.dim(), dtype=x.dtype, device=x.device)
 
 
+def _as_carrier(x: Tensor) -> Tensor:
+    """A carrier of x;  dx = g"""
+    memory = _carrier(x)
+    if not x.requires_grad:
+        return memory
+    carrier: Tensor = torch.ops.aten._unsafe_view.default(x, x.shape)  # noqa: SLF001
+    carrier.data = memory  # x's own is not held
+    return carrier
+
+
 class _Code(torch.autograd.Function):
     """q = clamp(round(x / s) + z, quant_min, quant_max);  dx = the rule's, of what comes to the carrier"""
 
@@ -179,7 +189,7 @@ class _LinearByStep(torch.autograd.Function):
         ctx.carriers = x_carrier, w
         y, codes = ctx.step.forward(x, w, bias, w_codes, kept, ctx.needs_input_grad[0])
         ctx.save_for_backward(*codes)
-        return y if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))  # noqa: SLF001
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -212,7 +222,7 @@ class _OpaqueLinearPerBatch(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*codes)
         ctx.carriers = _carrier(x), _carrier(w)
-        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))  # noqa: SLF001
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -227,7 +237,7 @@ class _OpaqueLinearPerBatch(torch.autograd.Function):
 
 def _coded(codes: LinearCodes, x: Tensor, w: Tensor) -> tuple[Coded, Coded]:
     """x and w by the codes of a LinearStep, with these as their carriers"""
-    carrier = x if codes.bits is None else apply(_Carry, x, codes.bits)
+    carrier = x if codes.bits is None else apply(_Select, x, codes.bits)
     coded_x = Coded(carrier, codes.q_x.view(x.shape), codes.x_scale.view(x.shape[:-1]), codes.zero_point, PerToken())
     per = PerChannel(0) if codes.w_scale.dim() == 1 else PerGroup(w.shape[1] // codes.w_scale.shape[1])
     return coded_x, Coded(w, codes.q_w, codes.w_scale, None, per)
@@ -253,18 +263,17 @@ def _gradients(ctx: Any, grad_output: Tensor, x: Coded, w: Coded) -> tuple[Tenso
     return dx, dw, db
 
 
-class _Carry(torch.autograd.Function):
-    """A carrier of x;  dx = g, where its bit is set, if there are bits"""
+class _Select(torch.autograd.Function):
+    """A carrier of x;  dx = g where its bit is set"""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bits: Tensor | None) -> Tensor:
-        if bits is not None:
-            ctx.save_for_backward(bits)
+    def forward(ctx: Any, x: Tensor, bits: Tensor) -> Tensor:
+        ctx.save_for_backward(bits)
         return _carrier(x)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return select(grad_output, *ctx.saved_tensors) if ctx.saved_tensors else grad_output, None
+        return select(grad_output, *ctx.saved_tensors), None
 
 
 def _by_row(values: Tensor) -> Tensor:
@@ -406,7 +415,6 @@ def _apply_step(
 ) -> Tensor:
     """y by the step, with the scale and zero point of x, if one is kept"""
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    carrier = apply_plain(_Carry, x, None) if x.requires_grad else _carrier(x)
     weight, codes = (w.carrier, (w.q, w.scale)) if isinstance(w, Coded) else (w, None)
-    y: Tensor = apply_plain(_LinearByStep, carrier, weight, bias, (step, x, codes, kept))
+    y: Tensor = apply_plain(_LinearByStep, _as_carrier(x), weight, bias, (step, x, codes, kept))
     return y

@@ -208,7 +208,7 @@ def _(
     x: Tensor, w: Tensor, _bias: Tensor | None, _x_grid: Sequence[int], _w_grid: Sequence[int], dtype: torch.dtype
 ) -> list[Tensor]:
     (outputs, inner), rows = w.shape, x.numel() // x.shape[-1]
-    results = [x.new_empty((rows, outputs), dtype=dtype)]
+    results = [x.new_empty((*x.shape[:-1], outputs), dtype=dtype)]
     for size in (rows, outputs):
         results += [x.new_empty((size, inner), dtype=torch.int8), x.new_empty(size, dtype=torch.float32)]
     return results

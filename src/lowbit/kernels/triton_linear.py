@@ -17,7 +17,7 @@ from lowbit.grid import Grid
 from lowbit.kernels.linear_codes import LinearCodes
 from lowbit.kernels.tiling import block_of
 from lowbit.kernels.triton_formulas import narrowed, widened
-from lowbit.kernels.triton_launch import ONE_READ, ROW_BLOCK, Launch
+from lowbit.kernels.triton_launch import ONE_READ, ROW_BLOCK, Launch, empty_on
 from lowbit.kernels.triton_products import (
     device_refusal,
     grouped_launch,
@@ -193,7 +193,7 @@ class LinearStep:
         device: torch.device,
     ) -> None:
         self.rows, self.outputs, self.inner, self.dtype, self.device = rows, outputs, inner, dtype, device
-        self.ste, self.x_grid = ste, x_grid
+        self.ste, self.x_grid, self._empty = ste, x_grid, empty_on(device)
         run = inner if group is None else group
         self._groups = None if group is None else inner // group
         self._x_rows, self._w_rows = _ScaledRows(rows, inner), _ScaledRows(outputs * (inner // run), run)
@@ -259,7 +259,7 @@ class LinearStep:
                 *(q_x, x_scale, bits, zero_point, *coded, w_sums if w_codes is None else None),
                 *(x, w_given, scale, kept_point),
             )
-        y = self._empty((self.rows, self.outputs), self.dtype)
+        y = self._empty((*x.shape[:-1], self.outputs), self.dtype)
         if self._product is not None:
             run_product(self._product, q_x, q_w, y, x_scale, w_scale, zero_point, w_sums, bias)
         elif self._grouped is not None:
@@ -270,7 +270,7 @@ class LinearStep:
         self, x: Tensor, w: Tensor, bias: Tensor | None, w_codes: Sequence[Tensor] | None
     ) -> tuple[Tensor, LinearCodes]:
         x_codes = self._empty_codes(self.rows)
-        x_values = self._empty((self.rows, self.inner), self.dtype)
+        x_values = self._empty(tuple(x.shape), self.dtype)
         w_values: Tensor | None = None
         if held := w_codes is not None:
             self._code(*x_codes, x_values, *[None] * 3, x, None)
@@ -298,9 +298,6 @@ class LinearStep:
         self._decode[key](x, w, sums, q_x, x_scale, codes.zero_point, q_w, w_scale, g)
         return x, w, None if bias is None or sums is None else self._sums.add(sums, bias)
 
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
     def _empty_codes(self, rows: int, groups: int | None = None) -> tuple[Tensor, Tensor]:
         scale = self._empty((rows,) if groups is None else (rows, groups), torch.float32)
         return self._empty((rows, self.inner), torch.int8), scale
@@ -319,7 +316,7 @@ class _ColumnSums:
     """Sums of the columns of a matrix in float32: those of chunks of its rows, and then of these, in their order"""
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        self.rows, self.columns, self.device = rows, columns, device
+        self.rows, self.columns, self.device, self._empty = rows, columns, device, empty_on(device)
         block = TILE // WIDTH, min(WIDTH, triton.next_power_of_2(columns))
         self.across, tiles = triton.cdiv(columns, block[1]), triton.cdiv(rows, block[0])
         # A power of two, so that the batches of a training have few kernels.
@@ -338,11 +335,11 @@ class _ColumnSums:
 
     def empty(self) -> Tensor:
         """For the sums of chunks."""
-        return torch.empty((self._chunks, self.columns), dtype=torch.float32, device=self.device)
+        return self._empty((self._chunks, self.columns), torch.float32)
 
     def add(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
         """Of all chunks"""
-        total = torch.empty(self.columns, dtype=dtype, device=self.device)
+        total = self._empty((self.columns,), dtype)
         self._add(total, sums)
         return total
 

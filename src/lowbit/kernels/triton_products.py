@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from triton import knobs
 
 from lowbit.kernels.triton_formulas import INTERPRETED, narrowed, widened
-from lowbit.kernels.triton_launch import Launch
+from lowbit.kernels.triton_launch import Launch, empty_on
 
 # What is worth tuning.
 TILES = {2: (128, 256, 128), 4: (128, 128, 128), 8: (64, 64, 128)}  # rows, columns, inner, by bytes of a result
@@ -373,4 +374,9 @@ def _persistent_launch(
 
 def allocate(size: int, alignment: int, stream: Any) -> Tensor:
     """Where a kernel keeps its descriptors."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+    return _empty_on_current()((size,), torch.int8)
+
+
+@cache
+def _empty_on_current() -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
+    return empty_on(torch.device("cuda"))
