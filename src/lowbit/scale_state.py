@@ -217,7 +217,7 @@ class ScaleState(nn.Module):
             self._blend(x, self.scale_mode.decay, ranks)
         elif isinstance(self.scale_mode, Learned) and not self._has_started(ranks):
             self._start(x, self.scale_mode, ranks)
-        if x.numel() > 0 or ranks is not None:
+        if not self._started and (x.numel() > 0 or ranks is not None):
             self._started = True
 
     def _has_started(self, ranks: Ranks | None) -> bool:

@@ -210,7 +210,11 @@ REFUSALS: dict[str, tuple[nn.Module, Recipe, str]] = {
         Recipe(W8, QuantSpec(bits=8, scale_mode=EMA(), ste=SteKind.TANH)),
         "the input's quantizer: its gradient TANH",
     ),
-    "groups": (nn.Linear(8, 4), Recipe(QuantSpec(bits=4, per=PerGroup(4)), TOKEN), r"scales PerGroup\(size=4\)"),
+    "groups of an input": (
+        nn.Linear(8, 4),
+        Recipe(W8, QuantSpec(bits=8, per=PerGroup(4))),
+        r"scales PerGroup\(size=4\)",
+    ),
     "affine weights": (
         nn.Linear(8, 4),
         Recipe(QuantSpec(bits=8, symmetric=False, scale_mode=PerBatch()), TOKEN),
@@ -320,7 +324,7 @@ def test_summary_says_which() -> None:
         for name in ("w8a8", "w4a8", "w4")
     }
     assert "product in training: integer from 128 rows on" in texts["w8a8"]
-    assert "product in training: float: the weight has scales PerGroup(size=32)" in texts["w4a8"]
+    assert "product in training: float: sums of PerGroup(size=32) take longer to scale" in texts["w4a8"]
     assert "product in training" not in texts["w4"]
 
 

@@ -118,20 +118,6 @@ def test_a_choice_is_made_again_where_something_has_changed(change: str, device:
     assert layer.way(device) == copy.deepcopy(layer).way(device) != "rows"
 
 
-def test_a_choice_is_made_again_where_the_weight_lies_otherwise(device: torch.device) -> None:
-    layer = layer_of(STEPS["short groups"], device)[0]
-    assert layer.way(device) == ("groups" if plan.runs("triton", layer.weight) else "")
-    layer.weight.data = layer.weight.data.t().contiguous().t()
-    assert layer.way(device) == ""
-
-
-def test_a_choice_is_made_again_on_another_backend(device: torch.device) -> None:
-    layer = layer_of(STEPS["short groups"], device)[0]
-    layer.way(device)
-    with plan.prefer("reference"):
-        assert layer.way(device) == ""
-
-
 def test_a_layer_that_has_chosen_is_pickled(device: torch.device) -> None:
     model, x = layer_of(STEPS["tokens"], device), torch.randn(4, 64, device=device)
     y = model(x)
@@ -182,13 +168,3 @@ def test_a_computed_weight_is_computed_once(name: str, device: torch.device) -> 
     counted.calls = 0
     model(torch.randn(4, 64, device=device))
     assert counted.calls == 1
-
-
-def test_what_a_layer_of_groups_says_of_its_product(device: torch.device) -> None:
-    long = Recipe(weight=groups(256), activation=TOKENS)
-    for recipe, width in ((STEPS["groups of whole rows"], 64), (long, 512)):
-        layer = layer_of(recipe, device, width)[0]
-        assert (layer.product_refusal() == "") == plan.runs("triton", torch.ones(1))
-        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())  # which no step takes
-        assert f"PerGroup(size={min(width, 256)})" in layer.product_refusal()
-    assert "PerGroup(size=16)" in layer_of(STEPS["short groups"], device)[0].product_refusal()

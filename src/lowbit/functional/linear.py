@@ -164,7 +164,7 @@ class _Linear(torch.autograd.Function):
         ctx.carriers = x_carrier, w_carrier  # not saved: a hook that copies what is saved would give them memory
         ctx.save_for_backward(q_x, x_scale, zero_point, q_w, w_scale)
         zero_point = None if zero_point is None else _by_row(zero_point)
-        rows, scales = q_x.reshape(-1, q_x.shape[-1]), (_by_row(x_scale), _by_row(w_scale))
+        rows, scales = q_x.reshape(-1, q_x.shape[-1]), (_by_row(x_scale), w_scale)
         product = torch.ops.lowbit.scaled_product if torch.compiler.is_compiling() else scaled_product
         y = product(rows, q_w, *scales, zero_point, bias, dtype=ctx.dtype)
         # To autograd no view: those that a Function gives cannot be changed in place.
@@ -337,9 +337,10 @@ def integer_linear(x: Coded, w: Coded, bias: Tensor | None = None, *, dtype: tor
     """y = float(sum_k (q_x - z_x) * q_w) * (s_x * s_w) + b
 
     The sum is exact; the rest is in float32 (float64 for float64), rounded to ``dtype`` (that of x) at the end. x has
-    one scale or one for each row, w one or one for each output, and no zero point. dx, dw and db are those of F.linear
-    in this dtype at the values of x and w, which are made of the codes again when the backward needs them: only codes
-    are kept.
+    one scale or one for each row, w one or one for each output, or for each group of its row, and no zero point. Groups
+    have a sum each, s_x stands outside of theirs; and of short ones values are multiplied, which is faster. dx, dw and
+    db are those of F.linear in this dtype at the values of x and w, which are made of the codes again when the backward
+    needs them: only codes are kept.
     """
     if x.q.shape[-1] > LONGEST_ROW:
         raise ValueError(f"rows of {x.q.shape[-1]} codes may have sums beyond 32 bits; the most is {LONGEST_ROW}")
@@ -377,10 +378,7 @@ def linear_per_batch(
     w_per = PerChannel(0) if group is None else PerGroup(group)
     if not isinstance(w, Coded):
         w = code_per_batch(w, grid=w_grid, per=w_per, symmetric=True)
-    coded = code_per_batch(x, grid=x_grid, per=PerToken(), symmetric=True)
-    if group is None:
-        return integer_linear(coded, w, bias, dtype=dtype)
-    return nn.functional.linear(coded.values(dtype), w.values(dtype), None if bias is None else bias.to(dtype))
+    return integer_linear(code_per_batch(x, grid=x_grid, per=PerToken(), symmetric=True), w, bias, dtype=dtype)
 
 
 def linear_by_kept_scale(

@@ -43,7 +43,6 @@ def count_finite(x: Tensor, per: Granularity) -> Tensor:
     return per.reduce(torch.sum, per.split(x.detach()).isfinite().long())
 
 
-@torch.no_grad()
 def follow(
     state: list[Tensor], x: Tensor, per: Granularity, decay: float, grid: Grid, ranks: Ranks | None = None
 ) -> None:

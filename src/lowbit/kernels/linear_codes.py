@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# Codes of a group of w's row that has a scale: to scale the sums of fewer takes longer than to multiply values.
+LEAST_GROUP = 256
+
 
 class LinearCodes(NamedTuple):
     """x = (q_x - z) * s_x, with a scale for each row; w = q_w * s_w, with one for each row or group of a row

@@ -56,11 +56,6 @@ def prefer(backend: str) -> Iterator[None]:
         _candidates = before
 
 
-def candidates() -> tuple[str, ...]:
-    """The backends that may run, fastest first."""
-    return _candidates
-
-
 @dataclass(frozen=True)
 class Plan:
     """select -> can_implement -> run: the dispatcher that every functional op goes through.

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.granularity import Granularity, PerChannel, PerTensor, PerToken
+from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import native_products, plan
-from lowbit.kernels.linear_codes import LinearCodes
+from lowbit.kernels.linear_codes import LEAST_GROUP, LinearCodes
 from lowbit.kernels.nan import mark_nan, may_hold_nan
 from lowbit.kernels.precision import math_dtype
 from lowbit.packing import unpack
@@ -104,17 +104,27 @@ def scaled_product(
     """y[m, n] = float(sum_k (q_x[m, k] - z[m]) * q_w[n, k]) * (s_x[m] * s_w[n]) + b[n]
 
     int8 codes; scales and zero points are one number, or one for each row. Each float step is rounded once, in float32
-    (float64 for float64), as ``lowbit.nn.products`` has it.
+    (float64 for float64), as ``lowbit.nn.products`` has it. With a scale for each group g of w's rows, it is
+    y[m, n] = (sum_g float(sum_k (q_x[m, k] - z[m]) * q_w[n, k]) * s_w[n, g]) * s_x[m] + b[n], or the product of values,
+    where groups are so short that this is faster.
     """
     wide = math_dtype(dtype)
-    columns = _row_sums(q_w) if zero_point is not None else None
+    if w_scale.dim() == 2 and not multiplies_groups(q_w.device.type, q_w.shape[1], q_w.shape[1] // w_scale.shape[1]):
+        return _product_of_values(q_x, q_w, x_scale, w_scale, zero_point, bias, dtype)
+    if w_scale.dim() == 2 and w_scale.shape[1] == 1:
+        w_scale = w_scale.squeeze(1)
+    columns = None
+    if zero_point is not None:
+        columns = _row_sums(q_w.view(-1, q_w.shape[1] // w_scale.shape[1]) if w_scale.dim() == 2 else q_w)
     bias = None if bias is None else bias.contiguous()
     scales = x_scale.to(wide), w_scale.to(wide)
     if plan.runs("triton", q_x):
         from lowbit.kernels import triton_products  # half a second, which only users of a GPU should spend
 
-        if not triton_products.refusal(q_x, q_w):
+        if not triton_products.refusal(q_x, q_w, scales[1]):
             return triton_products.scaled_product(q_x, q_w, *scales, zero_point, columns, bias, dtype)
+    if w_scale.dim() == 2:
+        return _product_of_groups(q_x, q_w, *scales, zero_point, bias, dtype)
     sums, bias = int_mm(q_x, q_w.t()), None if bias is None else bias.to(wide)
     if plan.runs("native", sums):
         return native_products.scale_sums(sums, *scales, zero_point, columns, bias, dtype)
@@ -123,6 +133,44 @@ def scaled_product(
     x_scale, w_scale = scales
     y = sums.to(wide) * ((x_scale.view(-1, 1) if x_scale.dim() else x_scale) * w_scale)
     return (y if bias is None else y + bias).to(dtype)
+
+
+def _product_of_values(
+    q_x: Tensor,
+    q_w: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """y = x @ w^T + b of the values of both, in this dtype"""
+    per: Granularity = PerToken() if x_scale.dim() else PerTensor()
+    zero_point = None if zero_point is None else zero_point.expand(x_scale.shape)
+    x = plan.run("dequantize", q_x, q_x, x_scale, zero_point, per=per, dtype=dtype)
+    groups = PerGroup(q_w.shape[1] // w_scale.shape[1])
+    w = plan.run("dequantize", q_w, q_w, w_scale, None, per=groups, dtype=dtype)
+    return functional.linear(x, w, None if bias is None else bias.to(dtype))
+
+
+def _product_of_groups(
+    q_x: Tensor,
+    q_w: Tensor,
+    x_scale: Tensor,
+    w_scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The product of each group, and their sum"""
+    wide, one = w_scale.dtype, torch.ones_like(w_scale[0, 0])
+    groups = zip(*(codes.chunk(w_scale.shape[1], 1) for codes in (q_x, q_w)), w_scale.unbind(1), strict=True)
+    y = torch.zeros((), dtype=wide, device=q_x.device)
+    for x_part, w_part, scale in groups:
+        part = scaled_product(x_part, w_part.contiguous(), one, scale.contiguous(), zero_point, dtype=wide)
+        y = part.add_(y)
+    y *= x_scale.view(-1, 1) if x_scale.dim() else x_scale
+    return (y if bias is None else y.add_(bias)).to(dtype)
 
 
 # Compiled code calls it as it is: torch.ops.lowbit.scaled_product
@@ -183,8 +231,10 @@ def has_linear_step(device: str, index: int | None, inner: int, outputs: int) ->
 
 
 @at_trace_time
-def multiplies_groups(group: int) -> bool:
-    """Whether a step with scales for groups of w's rows multiplies codes, and not their values"""
+def multiplies_groups(device: str, inner: int, group: int) -> bool:
+    """Whether codes with a scale for each group of w's rows, of ``inner`` codes, are multiplied faster than values"""
+    if group == inner or group < LEAST_GROUP or device != "cuda":
+        return group >= min(inner, LEAST_GROUP)
     if plan.absence("triton"):
         return False
     from lowbit.kernels import triton_products  # half a second, which only users of a GPU should spend

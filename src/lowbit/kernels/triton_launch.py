@@ -116,6 +116,7 @@ class Launch:
         return direct
 
 
+@cache
 def empty_on(device: torch.device) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
     """torch.empty for this device, of memory that a kernel writes in full"""
     # What Inductor's code calls: a third of torch.empty's time, on the current GPU alone.
@@ -443,8 +444,8 @@ def _packed(params: Tensor | None) -> Tensor | None:
 
 
 def _partials(tiling: Tiling, arrays: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    memory = torch.empty((arrays, math.prod(tiling.partials)), dtype=dtype, device=device)
-    return memory[0], memory[1] if arrays == 2 else None
+    empty, shape = empty_on(device), (math.prod(tiling.partials),)
+    return empty(shape, dtype), empty(shape, dtype) if arrays == 2 else None
 
 
 def _map(

@@ -14,7 +14,7 @@ from torch.nn import functional
 from triton import knobs
 
 from lowbit.grid import Grid
-from lowbit.kernels.linear_codes import LinearCodes
+from lowbit.kernels.linear_codes import LEAST_GROUP, LinearCodes
 from lowbit.kernels.tiling import block_of
 from lowbit.kernels.triton_formulas import narrowed, widened
 from lowbit.kernels.triton_launch import ONE_READ, ROW_BLOCK, Launch, empty_on
@@ -217,8 +217,8 @@ class LinearStep:
         if run == inner:
             flags = True, False, True, torch.float32, dtype
             self._product = product_launch(rows, outputs, inner, *flags, device)
-        elif multiplies_groups(run):
-            self._grouped = grouped_launch(rows, outputs, inner, run, dtype, device)
+        elif run >= LEAST_GROUP and multiplies_groups(run):
+            self._grouped = grouped_launch(rows, outputs, inner, run, True, False, dtype, device)
         self._sums = _column_sums(rows, outputs, device)
         self._decode: dict[tuple[bool, bool, bool], Launch] = {}
 
@@ -263,7 +263,7 @@ class LinearStep:
         if self._product is not None:
             run_product(self._product, q_x, q_w, y, x_scale, w_scale, zero_point, w_sums, bias)
         elif self._grouped is not None:
-            run_product(self._grouped, q_x, q_w, y, x_scale, w_scale, bias)
+            run_product(self._grouped, q_x, q_w, y, x_scale, w_scale, None, None, bias)
         return y, LinearCodes(q_x, x_scale, q_w, w_scale, zero_point, bits)
 
     def _forward_by_values(

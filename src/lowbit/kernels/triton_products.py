@@ -21,7 +21,6 @@ SELECTED_TILE = 128, 256, 64  # the same of a product of values
 WARPS, STAGES = 8, 3
 GROUPED_TILE, GROUPED_WARPS, GROUPED_STAGES = (64, 128, 128), 4, 4  # of a product that scales the sums of groups
 GROUPED_PROGRAMS = 2  # of a multiprocessor: while one scales sums, the other multiplies
-LEAST_GROUP = 256  # codes; to scale the sums of fewer takes longer than to multiply values
 TOGETHER = 8  # tiles of rows that are taken together, so that they find each other's columns in the cache
 
 _ALIGNED = 16  # bytes, from row to row of what a descriptor reads or writes
@@ -114,8 +113,8 @@ def _product(
 
 @triton.jit
 def _grouped_tile(
-    tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns, steps, groups,
-    group: tl.constexpr, described: tl.constexpr,
+    tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, rows, columns, steps, groups,
+    group: tl.constexpr, scale_by_row: tl.constexpr, zero_by_row: tl.constexpr, described: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
 ):  # fmt: skip
     row, column = corner(tile, rows, columns, block_rows, block_columns, together)
@@ -126,10 +125,13 @@ def _grouped_tile(
         a, b = x.load([row, step * block_inner]), w.load([column, step * block_inner])
         sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
         if (step + 1) * block_inner % group == 0:
-            places = w_scale_ptr + c * groups + step * block_inner // group
-            total += sums.to(tl.float32) * tl.load(places, mask=c < columns, other=0.0)
+            place = c * groups + step * block_inner // group
+            if zero_ptr is not None:
+                zero = tl.load(zero_ptr + r, mask=r < rows, other=0) if zero_by_row else tl.load(zero_ptr)
+                sums -= zero * tl.load(sums_ptr + place, mask=c < columns, other=0)
+            total += sums.to(tl.float32) * tl.load(w_scale_ptr + place, mask=c < columns, other=0.0)
             sums = tl.zeros((block_rows, block_columns), tl.int32)
-    total *= tl.load(x_scale_ptr + r, mask=r < rows, other=0.0)
+    total *= tl.load(x_scale_ptr + r, mask=r < rows, other=0.0) if scale_by_row else tl.load(x_scale_ptr)
     if bias_ptr is not None:
         total += widened(tl.load(bias_ptr + c, mask=c < columns, other=0.0), tl.float32)
     _put(y, y_ptr, row, column, r, c, rows, columns, narrowed(total, y_ptr.dtype.element_ty), described)
@@ -137,12 +139,14 @@ def _grouped_tile(
 
 @triton.jit
 def _grouped_product(
-    x_ptr, w_ptr, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns, inner,
-    group: tl.constexpr, described: tl.constexpr,
+    x_ptr, w_ptr, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, rows, columns, inner,
+    group: tl.constexpr, scale_by_row: tl.constexpr, zero_by_row: tl.constexpr, described: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, block_inner: tl.constexpr, together: tl.constexpr,
     programs: tl.constexpr, fixed_turns: tl.constexpr, fixed_steps: tl.constexpr,
 ):  # fmt: skip
-    """y = (sum_g float(sum_k x * w) * s_w[g]) * s_x + b, k in group g; a program takes every ``programs``-th tile"""
+    """y = (sum_g float(sum_k x * w - z * sum_k w) * s_w[g]) * s_x + b, k in group g; a program takes every
+    ``programs``-th tile
+    """
     x = tl.make_tensor_descriptor(x_ptr, [rows, inner], [inner, 1], [block_rows, block_inner])
     w = tl.make_tensor_descriptor(w_ptr, [columns, inner], [inner, 1], [block_columns, block_inner])
     y = _result(y_ptr, rows, columns, described, block_rows, block_columns)
@@ -151,15 +155,16 @@ def _grouped_product(
         for turn in range(fixed_turns):
             if tl.program_id(0) + turn * programs < tiles:
                 _grouped_tile(
-                    tl.program_id(0) + turn * programs, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
-                    rows, columns, fixed_steps, inner // group, group, described,
+                    tl.program_id(0) + turn * programs, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr,
+                    bias_ptr, rows, columns, fixed_steps, inner // group, group, scale_by_row, zero_by_row, described,
                     block_rows, block_columns, block_inner, together,
                 )  # fmt: skip
     else:
         for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
             _grouped_tile(
-                tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, columns, inner // block_inner,
-                inner // group, group, described, block_rows, block_columns, block_inner, together,
+                tile, x, w, y, y_ptr, x_scale_ptr, w_scale_ptr, zero_ptr, sums_ptr, bias_ptr, rows, columns,
+                inner // block_inner, inner // group, group, scale_by_row, zero_by_row, described,
+                block_rows, block_columns, block_inner, together,
             )  # fmt: skip
 
 
@@ -236,13 +241,19 @@ def _sums_launch(rows: int, columns: int, device: torch.device) -> Launch:
     return Launch(_sum_rows, rows, (columns, triton.cdiv(columns, block), block), max(1, block // 512), device)
 
 
-def refusal(q_x: Tensor, q_w: Tensor) -> str:
+def refusal(q_x: Tensor, q_w: Tensor, w_scale: Tensor) -> str:
     """Why there is no such product of these codes; "" where there is."""
+    if w_scale.dim() == 2 and (w_scale.dtype == torch.float64 or not multiplies_groups(_group(q_w, w_scale))):
+        return "the sums of groups are scaled in float32, after whole tiles"
     if not (q_x.is_cuda or knobs.runtime.interpret):
         return f"Triton kernels run on CUDA, not on {q_x.device}"
     if 0 in (*q_x.shape, q_w.shape[0]):
         return "an empty product needs no kernel"
     return row_refusal(q_x.shape[1]) or (device_refusal(q_x.device.index) if q_x.is_cuda else "")
+
+
+def _group(q_w: Tensor, w_scale: Tensor) -> int:
+    return q_w.shape[1] // w_scale.shape[1]
 
 
 def row_refusal(inner: int) -> str:
@@ -271,15 +282,18 @@ def scaled_product(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """y = float(sum_k (q_x - z) * q_w) * (s_x * s_w) + b; scales in the arithmetic's dtype"""
+    """y = float(sum_k (q_x - z) * q_w) * (s_x * s_w) + b; scales in the arithmetic's dtype
+
+    With a scale for each group of w's rows, y = (sum_g float(sum_k (q_x - z) * q_w) * s_w[g]) * s_x + b, in float32.
+    """
     (rows, inner), columns = q_x.shape, q_w.shape[0]
     y = torch.empty((rows, columns), dtype=dtype, device=q_x.device)
     zero_point = None if zero_point is None else zero_point.to(torch.int32).contiguous()
-    launch = product_launch(
-        *(rows, columns, inner),
-        *(x_scale.dim() > 0, zero_point is not None and zero_point.dim() > 0, w_scale.dim() > 0),
-        *(x_scale.dtype, dtype, q_x.device),
-    )
+    sizes, by_row = (rows, columns, inner), (x_scale.dim() > 0, zero_point is not None and zero_point.dim() > 0)
+    if w_scale.dim() == 2:
+        launch = grouped_launch(*sizes, _group(q_w, w_scale), *by_row, dtype, q_x.device)
+    else:
+        launch = product_launch(*sizes, *by_row, w_scale.dim() > 0, x_scale.dtype, dtype, q_x.device)
     tensors = q_x.contiguous(), q_w.contiguous(), y, x_scale.contiguous(), w_scale.contiguous()
     run_product(launch, *tensors, zero_point, w_sums, bias)
     return y
@@ -332,15 +346,24 @@ def _selected_launch(rows: int, columns: int, inner: int, device: torch.device) 
 
 
 def multiplies_groups(group: int) -> bool:
-    """Whether codes with a scale for each group of w's rows are multiplied, and not their values"""
-    return group >= LEAST_GROUP and group % GROUPED_TILE[2] == 0
+    """Whether there is a product of codes with a scale for each group of w's rows, for groups this long"""
+    return group % GROUPED_TILE[2] == 0
 
 
 @lru_cache(maxsize=4096)
-def grouped_launch(rows: int, columns: int, inner: int, group: int, dtype: torch.dtype, device: torch.device) -> Launch:
-    """The launch of the product of codes with a scale for each row of x, and for each group of w's rows"""
+def grouped_launch(
+    rows: int,
+    columns: int,
+    inner: int,
+    group: int,
+    scale_by_row: bool,
+    zero_by_row: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Launch:
+    """The launch of that product; x has one zero point and scale, or one for each row."""
     options = {"warps": GROUPED_WARPS, "stages": GROUPED_STAGES, "each": GROUPED_PROGRAMS}
-    flags = group, _has_descriptor(columns, dtype)
+    flags = group, scale_by_row, zero_by_row, _has_descriptor(columns, dtype)
     return _persistent_launch(_grouped_product, rows, columns, inner, flags, GROUPED_TILE, device, **options)
 
 

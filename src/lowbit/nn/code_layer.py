@@ -77,6 +77,10 @@ class CodeLayer(QuantLayer):
 
     def product_refusal(self, device: torch.device | None = None) -> str:
         """Why this layer never multiplies codes in training, on this device or its own; "" where it does."""
+        return self.codes_refusal(device)
+
+    def codes_refusal(self, device: torch.device | None = None) -> str:
+        """Why this layer takes no codes in training, on this device or its own; "" where it does."""
         if not self._context.integer_products:
             return "the recipe has integer_products off"
         if reason := self.own_refusal(device or self._float("weight").device):
@@ -91,7 +95,7 @@ class CodeLayer(QuantLayer):
                 return f"the {name} has no quantizer with a scale"
             if reason := quantizer.codes_refusal():
                 return f"the {name}'s quantizer: {reason}"
-            if quantizer.per not in pers:
+            if not self.takes_per(slot, quantizer.per):
                 return f"the {name} has scales {quantizer.per}, and the product takes {' or '.join(map(str, pers))}"
         weight = self.quantizer("weight_quantizer")
         if not weight.symmetric:
@@ -100,12 +104,16 @@ class CodeLayer(QuantLayer):
 
     def way(self, device: torch.device) -> str:
         """How ``run_on_codes`` serves the layer on this device; "" where it does not."""
-        return "codes" if self._scales_fit() and not self.product_refusal(device) else ""
+        return "codes" if self._scales_fit() and not self.codes_refusal(device) else ""
+
+    def takes_per(self, slot: str, per: Granularity | None) -> bool:
+        """Whether the product has such scales for what comes by this slot."""
+        return per in (self.input_pers if slot == "input_quantizer" else self.weight_pers)
 
     def _scales_fit(self) -> bool:
-        """A part of ``product_refusal``, whose words about it a compiler cannot follow."""
-        pairs = ("input_quantizer", self.input_pers), ("weight_quantizer", self.weight_pers)
-        return all(getattr(self.quantizer(slot), "per", None) in pers for slot, pers in pairs)
+        """A part of ``codes_refusal``, whose words about it a compiler cannot follow."""
+        slots = "input_quantizer", "weight_quantizer"
+        return all(self.takes_per(slot, getattr(self.quantizer(slot), "per", None)) for slot in slots)
 
     def _way_for(self, x: Any) -> str:
         """The way for this x, as far as can be told without the weight, which may be computed."""

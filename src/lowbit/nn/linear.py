@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.fake_quantize import FakeQuantize
 from lowbit.functional.linear import Coded, integer_linear, linear_by_kept_scale, linear_per_batch
-from lowbit.granularity import PerChannel, PerGroup, PerTensor, PerToken
-from lowbit.kernels import plan, products
+from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor, PerToken
+from lowbit.kernels import products
 from lowbit.nn.code_layer import CodeLayer
 from lowbit.nn.memo import Memo
 from lowbit.nn.swap import remove
@@ -53,12 +52,18 @@ class LinearLayer(CodeLayer):
         return products.refusal(device.type, device.index, self.terms)
 
     def product_refusal(self, device: torch.device | None = None) -> str:
+        reason = super().product_refusal(device)
         per = getattr(self.quantizer("weight_quantizer"), "per", None)
-        if isinstance(per, PerGroup) and self._keeps_codes_of_groups(device or self._float("weight").device):
-            whole = per.size == self.in_features
-            if whole or products.multiplies_groups(per.size):
-                return ""
-        return super().product_refusal(device)
+        if reason or not isinstance(per, PerGroup):
+            return reason
+        kind = (device or self._float("weight").device).type
+        if products.multiplies_groups(kind, self.in_features, per.size):
+            return ""
+        return f"sums of {per} take longer to scale than values to multiply; codes are what is kept"
+
+    def takes_per(self, slot: str, per: Granularity | None) -> bool:
+        groups = slot == "weight_quantizer" and isinstance(per, PerGroup) and self.in_features % per.size == 0
+        return groups or super().takes_per(slot, per)
 
     def way(self, device: torch.device) -> str:
         if torch.compiler.is_compiling():
@@ -67,27 +72,22 @@ class LinearLayer(CodeLayer):
 
     def _facts(self, device: torch.device) -> tuple[Any, ...]:
         """All that a choice depends on."""
-        weight, of_x, of_w = (
-            self._parameters.get("weight"),
-            *map(self.quantizer, ("input_quantizer", "weight_quantizer")),
-        )
+        of_x, of_w = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
         return (
-            *(device, device.type == "cpu" and torch.backends.mkldnn.enabled, plan.candidates()),
+            *(device, device.type == "cpu" and torch.backends.mkldnn.enabled, self.in_features),
             *(self._context.integer_products, len(self._edges), self._norm, self.integer_bias),
-            *(self.in_features, self.out_features, weight is not None and weight.is_contiguous()),
             *(getattr(of_x, "settings", None), getattr(of_w, "settings", None)),
         )
 
     def _choose(self, device: torch.device) -> str:
         """By one function, for a weight that is a parameter: "groups", "rows" and "kept"; by codes of both: "codes"."""
-        if self._keeps_codes_of_groups(device):
-            return "groups"
         way = super().way(device)
-        if way and not (self._edges or self._norm):
-            of_x, of_w = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
-            if of_w.takes_own_rows and (of_x.takes_own_rows or of_x.keeps_scale):
-                return "rows" if of_x.takes_own_rows else "kept"
-        return way
+        if not way or self._edges or self._norm:
+            return way
+        of_x, of_w = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
+        if of_x.takes_own_rows and (of_w.takes_own_rows or of_w.takes_own_groups):
+            return "rows" if of_w.takes_own_rows else "groups"
+        return "kept" if of_x.keeps_scale and of_w.takes_own_rows else way
 
     def run_on_codes(self, way: str, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         if way == "codes" or not isinstance(weight, nn.Parameter):
@@ -103,26 +103,6 @@ class LinearLayer(CodeLayer):
     def _once_coded(self, weight: nn.Parameter) -> nn.Parameter | Coded:
         slot = "weight_quantizer"
         return self.code_weight(slot, weight) if self.holds(slot, weight) else weight
-
-    def _keeps_codes_of_groups(self, device: torch.device) -> bool:
-        """Whether there is a step for groups of a row: of short ones it multiplies values, and keeps codes"""
-        of_x, of_w = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
-        if not (isinstance(of_w, FakeQuantize) and isinstance(of_x, FakeQuantize)) or torch.compiler.is_compiling():
-            return False
-        weight = self._parameters.get("weight")
-        simple = self._context.integer_products and not (self._edges or self._norm or self.integer_bias)
-        return (
-            simple
-            and weight is not None
-            and weight.is_contiguous()
-            and isinstance(of_w.per, PerGroup)
-            and not self.in_features % of_w.per.size
-            and of_w.takes_own_groups
-            and of_x.per in self.input_pers
-            and of_x.takes_own_rows
-            and not self.own_refusal(device)
-            and products.has_linear_step(device.type, device.index, self.in_features, self.out_features)
-        )
 
     def multiply(self, x: Coded, w: Coded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         return integer_linear(x, w, bias, dtype=dtype)
