@@ -324,7 +324,7 @@ def test_summary_says_which() -> None:
         for name in ("w8a8", "w4a8", "w4")
     }
     assert "product in training: integer from 128 rows on" in texts["w8a8"]
-    assert "product in training: float: sums of PerGroup(size=32) take longer to scale" in texts["w4a8"]
+    assert "product in training: float: the sums of PerGroup(size=32) take longer to scale" in texts["w4a8"]
     assert "product in training" not in texts["w4"]
 
 

@@ -12,6 +12,7 @@ import inputs
 import lowbit
 from lowbit import EMA, Fixed, PerBatch, PerGroup, PerToken, QuantSpec, Recipe
 from lowbit.bench.runner import count_saved
+from lowbit.kernels import products
 from lowbit.nn import linear
 
 INPUTS = {
@@ -28,6 +29,7 @@ GROUPS = [16, 256]
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of any size take codes."""
     monkeypatch.setattr(linear, "_LEAST", {"cpu": 0, "cuda": 0})
+    monkeypatch.setattr(products, "takes_groups", lambda *_: True)  # the CPU, too, as a GPU does
     torch.use_deterministic_algorithms(False)
 
 
@@ -96,9 +98,12 @@ def test_weights_once(group: int, device: torch.device) -> None:
         assert torch.equal(got, want)
 
 
-def test_what_a_layer_says_of_its_product(device: torch.device) -> None:
+def test_what_a_layer_says_of_its_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     for group, by_codes in ((16, False), (64, True), (256, True), (320, device.type == "cpu")):
         layer = layer_of("an EMA", 256 if group == 256 else 32, device)[0]
         layer.in_features, layer.weight_quantizer.per = (64 if group < 256 else 2 * group), PerGroup(group)
-        assert (layer.product_refusal() == "") == by_codes
-        assert by_codes or layer.product_refusal().startswith(f"sums of PerGroup(size={group}) take longer to scale")
+        reason = f"the sums of PerGroup(size={group}) take longer to scale than values take to multiply"
+        kept = "" if device.type == "cpu" else "; codes are what is kept"
+        assert layer.product_refusal() == ("" if by_codes else reason + kept)
+        assert (layer.way(device) == "") == (device.type == "cpu" and not by_codes)

@@ -242,6 +242,12 @@ def multiplies_groups(device: str, inner: int, group: int) -> bool:
     return triton_products.multiplies_groups(group)
 
 
+@at_trace_time
+def takes_groups(device: str, inner: int, group: int) -> bool:
+    """Whether such weights are coded: on a GPU also where values are multiplied, since codes take less memory"""
+    return device == "cuda" or multiplies_groups(device, inner, group)
+
+
 @torch.library.custom_op("lowbit::linear_step", mutates_args=())
 def _opaque_linear_step(
     x: Tensor, w: Tensor, bias: Tensor | None, x_grid: Sequence[int], w_grid: Sequence[int], dtype: torch.dtype

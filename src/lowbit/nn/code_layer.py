@@ -83,20 +83,21 @@ class CodeLayer(QuantLayer):
         """Why this layer takes no codes in training, on this device or its own; "" where it does."""
         if not self._context.integer_products:
             return "the recipe has integer_products off"
-        if reason := self.own_refusal(device or self._float("weight").device):
+        device = device or self._float("weight").device
+        if reason := self.own_refusal(device):
             return reason
         if self.integer_bias:
             return "its bias is one of integers"
         if self.terms > LONGEST_ROW:
             return f"a sum of more than {LONGEST_ROW} products might not fit 32 bits"
-        for slot, pers in (("input_quantizer", self.input_pers), ("weight_quantizer", self.weight_pers)):
+        for slot in ("input_quantizer", "weight_quantizer"):
             quantizer, name = self.quantizer(slot), slot.removesuffix("_quantizer")
             if not isinstance(quantizer, FakeQuantize):
                 return f"the {name} has no quantizer with a scale"
             if reason := quantizer.codes_refusal():
                 return f"the {name}'s quantizer: {reason}"
-            if not self.takes_per(slot, quantizer.per):
-                return f"the {name} has scales {quantizer.per}, and the product takes {' or '.join(map(str, pers))}"
+            if not self.takes_per(slot, quantizer.per, device):
+                return self.per_refusal(slot, quantizer.per)
         weight = self.quantizer("weight_quantizer")
         if not weight.symmetric:
             return "the weight has zero points"
@@ -104,16 +105,22 @@ class CodeLayer(QuantLayer):
 
     def way(self, device: torch.device) -> str:
         """How ``run_on_codes`` serves the layer on this device; "" where it does not."""
-        return "codes" if self._scales_fit() and not self.codes_refusal(device) else ""
+        return "codes" if self._scales_fit(device) and not self.codes_refusal(device) else ""
 
-    def takes_per(self, slot: str, per: Granularity | None) -> bool:
+    def takes_per(self, slot: str, per: Granularity | None, device: torch.device) -> bool:
         """Whether the product has such scales for what comes by this slot."""
         return per in (self.input_pers if slot == "input_quantizer" else self.weight_pers)
 
-    def _scales_fit(self) -> bool:
+    def per_refusal(self, slot: str, per: Granularity) -> str:
+        """Why it has not."""
+        pers = self.input_pers if slot == "input_quantizer" else self.weight_pers
+        name = slot.removesuffix("_quantizer")
+        return f"the {name} has scales {per}, and the product takes {' or '.join(map(str, pers))}"
+
+    def _scales_fit(self, device: torch.device) -> bool:
         """A part of ``codes_refusal``, whose words about it a compiler cannot follow."""
         slots = "input_quantizer", "weight_quantizer"
-        return all(self.takes_per(slot, getattr(self.quantizer(slot), "per", None)) for slot in slots)
+        return all(self.takes_per(slot, getattr(self.quantizer(slot), "per", None), device) for slot in slots)
 
     def _way_for(self, x: Any) -> str:
         """The way for this x, as far as can be told without the weight, which may be computed."""

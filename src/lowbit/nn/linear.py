@@ -52,18 +52,23 @@ class LinearLayer(CodeLayer):
         return products.refusal(device.type, device.index, self.terms)
 
     def product_refusal(self, device: torch.device | None = None) -> str:
-        reason = super().product_refusal(device)
-        per = getattr(self.quantizer("weight_quantizer"), "per", None)
-        if reason or not isinstance(per, PerGroup):
+        device = device or self._float("weight").device
+        if reason := self.codes_refusal(device):
             return reason
-        kind = (device or self._float("weight").device).type
-        if products.multiplies_groups(kind, self.in_features, per.size):
+        per = self.quantizer("weight_quantizer").per
+        if not isinstance(per, PerGroup) or products.multiplies_groups(device.type, self.in_features, per.size):
             return ""
-        return f"sums of {per} take longer to scale than values to multiply; codes are what is kept"
+        return self.per_refusal("weight_quantizer", per) + "; codes are what is kept"
 
-    def takes_per(self, slot: str, per: Granularity | None) -> bool:
-        groups = slot == "weight_quantizer" and isinstance(per, PerGroup) and self.in_features % per.size == 0
-        return groups or super().takes_per(slot, per)
+    def takes_per(self, slot: str, per: Granularity | None, device: torch.device) -> bool:
+        if slot == "weight_quantizer" and isinstance(per, PerGroup) and self.in_features % per.size == 0:
+            return products.takes_groups(device.type, self.in_features, per.size)
+        return super().takes_per(slot, per, device)
+
+    def per_refusal(self, slot: str, per: Granularity) -> str:
+        if slot == "weight_quantizer" and isinstance(per, PerGroup):
+            return f"the sums of {per} take longer to scale than values take to multiply"
+        return super().per_refusal(slot, per)
 
     def way(self, device: torch.device) -> str:
         if torch.compiler.is_compiling():
