@@ -31,14 +31,16 @@ interpret: $(INSTALLED)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not long" \
 		-k "triton and not float64 and not survives and not compiled_training and not (torch.float16 and sums_scaled)" \
 		tests/kernels tests/functional/test_learned.py tests/functional/test_linear.py tests/functional/test_linear_step.py \
-		tests/functional/test_codes.py::test_backwards_are_their_formulas tests/nn/test_linear_step.py \
+		tests/functional/test_linear_groups.py tests/functional/test_codes.py::test_backwards_are_their_formulas \
+		tests/nn/test_linear_step.py tests/nn/test_linear_groups.py \
 		tests/test_fake_quantize.py tests/test_scale_state.py
 
 ## sanitize: the native kernels under the address and undefined-behaviour sanitizers
 sanitize: $(INSTALLED) build/sanitized.so
 	LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 \
 		$(BIN)/python -m pytest -q tests/kernels/test_backends.py tests/kernels/test_native.py \
-		tests/functional/test_linear.py tests/functional/test_linear_step.py -k "not triton and not reference" --native build/sanitized.so
+		tests/functional/test_linear.py tests/functional/test_linear_step.py tests/functional/test_linear_groups.py \
+		-k "not triton and not reference" --native build/sanitized.so
 
 build/sanitized.so: $(wildcard src/lowbit/kernels/native*)
 	mkdir -p build

@@ -23,18 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.grid import Grid
-from lowbit.kernels.products import scaled_product
+from lowbit.kernels.products import multiplies_groups, scaled_product
 from lowbit.kernels.triton import select
 from lowbit.kernels.triton_linear import linear_step
-from lowbit.kernels.triton_products import (
-    TOGETHER,
-    allocate,
-    corner,
-    grouped_launch,
-    multiplies_groups,
-    run_product,
-    selected_product,
-)
+from lowbit.kernels.triton_products import TOGETHER, allocate, corner, selected_product
 
 SHAPES = ((16384, 4096, 14336), (16384, 4096, 4096), (8192, 2048, 8192), (16384, 1024, 4096))
 GROUPS = (32, 64, 128, 256, 512, 1024)
@@ -199,6 +191,7 @@ class Data:
         self.step = linear_step(rows, outputs, inner, None, Grid(8), Grid(8), None, torch.bfloat16, x.device)
         _, self.codes = self.step.forward(x, w, None)
         self.q_x, self.x_scale, self.q_w, self.w_scale, _, _ = self.codes
+        self.zero = torch.tensor(3, dtype=torch.int32, device="cuda")
         self.x, self.w = self.decode(x=True), self.decode(x=False)
         self.bits = torch.randint(256, (rows, inner // 8), dtype=torch.uint8, device="cuda", generator=chance)
         self.group_scales = {
@@ -270,16 +263,20 @@ def _used(data: Data) -> dict[str, dict[str, Callable[[], object]]]:
             "codes, one scale a row": lambda: scaled_product(
                 data.q_x, data.q_w, data.x_scale, data.w_scale, dtype=torch.bfloat16
             ),
-            **{f"codes, groups of {size}": partial(_grouped, data, size) for size in GROUPS if multiplies_groups(size)},
+            **{
+                f"codes, groups of {size}{', zero points' if zero is not None else ''}": partial(
+                    _grouped, data, size, zero
+                )
+                for size, zero in product(GROUPS, (None, data.zero))
+                if multiplies_groups("cuda", data.x.shape[1], size)
+            },
         },
     }
 
 
-def _grouped(data: Data, size: int) -> Tensor:
-    y = torch.empty(len(data.x), len(data.w), dtype=torch.bfloat16, device="cuda")
-    launch = grouped_launch(*y.shape, data.x.shape[1], size, y.dtype, y.device)
-    run_product(launch, data.q_x, data.q_w, y, data.x_scale, data.group_scales[size].t().contiguous(), None)
-    return y
+def _grouped(data: Data, size: int, zero: Tensor | None) -> Tensor:
+    scales = data.x_scale, data.group_scales[size].t().contiguous()
+    return scaled_product(data.q_x, data.q_w, *scales, zero, dtype=torch.bfloat16)
 
 
 def main() -> None:

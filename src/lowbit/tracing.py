@@ -23,3 +23,14 @@ def at_trace_time(function: Function) -> Function:
 def is_exporting() -> bool:
     """torch.compiler.is_exporting(), which Dynamo of torch 2.11 takes for True in all that it traces"""
     return torch.compiler.is_exporting()
+
+
+def opaque(name: str, function: Callable[..., object], fake: Callable[..., object]) -> None:
+    """Make a function the op lowbit::name of torch's, which compilers call as it is; of its results they see ``fake``'s
+
+    It neither changes its arguments nor gives one back. What torch.library.custom_op does, but for its checks, which
+    take longer than all else of a call.
+    """
+    torch.library.define(f"lowbit::{name}", torch.library.infer_schema(function, mutates_args=()))
+    torch.library.impl(f"lowbit::{name}", "CompositeExplicitAutograd", function)
+    torch.library.register_fake(f"lowbit::{name}", fake)

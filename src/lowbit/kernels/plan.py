@@ -22,7 +22,7 @@ from lowbit.kernels.ops import OPS, PARAMS
 from lowbit.kernels.precision import PrecisionGuarantee
 from lowbit.kernels.signature import Signature
 from lowbit.ste import SteKind
-from lowbit.tracing import at_trace_time, is_exporting
+from lowbit.tracing import at_trace_time, is_exporting, opaque
 
 
 class Verdict(NamedTuple):
@@ -348,7 +348,6 @@ def _run_opaque(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-@torch.library.custom_op("lowbit::kernel", mutates_args=())
 def _kernel(
     op: str,
     args: Sequence[Tensor | None],
@@ -370,8 +369,7 @@ def _kernel(
     return [result.clone() if any(result is arg for arg in args) else result for result in found]
 
 
-@_kernel.register_fake
-def _(op: str, args: Sequence[Tensor | None], *encoded: Any) -> list[Tensor]:
+def _fake_kernel(op: str, args: Sequence[Tensor | None], *encoded: Any) -> list[Tensor]:
     numbers, per, ste, dtype, method, symmetric = encoded
     like = args[OPS[op].tensors.index("x")]
     assert like is not None
@@ -384,6 +382,9 @@ def _(op: str, args: Sequence[Tensor | None], *encoded: Any) -> list[Tensor]:
     if op in ("abs_max", "min_max", "gradient_bits"):
         return groups
     return [torch.empty_like(like, dtype=results[0].dtype), *groups[1:]]
+
+
+opaque("kernel", _kernel, _fake_kernel)
 
 
 def encode(grid: Grid, per: Granularity, ste: SteKind) -> tuple[list[int], str, str]:

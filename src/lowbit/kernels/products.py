@@ -18,7 +18,7 @@ from lowbit.kernels.nan import mark_nan, may_hold_nan
 from lowbit.kernels.precision import math_dtype
 from lowbit.packing import unpack
 from lowbit.ste import SteKind
-from lowbit.tracing import at_trace_time
+from lowbit.tracing import at_trace_time, opaque
 
 if TYPE_CHECKING:
     from lowbit.kernels.triton_linear import LinearStep
@@ -173,13 +173,11 @@ def _product_of_groups(
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 
-# Compiled code calls it as it is: torch.ops.lowbit.scaled_product
-_opaque_product = torch.library.custom_op("lowbit::scaled_product", scaled_product, mutates_args=())
-
-
-@_opaque_product.register_fake
-def _(q_x: Tensor, q_w: Tensor, *_: Any, dtype: torch.dtype) -> Tensor:
+def _fake_scaled_product(q_x: Tensor, q_w: Tensor, *_: Any, dtype: torch.dtype) -> Tensor:
     return q_x.new_empty((q_x.shape[0], q_w.shape[0]), dtype=dtype)
+
+
+opaque("scaled_product", scaled_product, _fake_scaled_product)
 
 
 def column_sums(g: Tensor, dtype: torch.dtype) -> Tensor:
@@ -248,7 +246,6 @@ def takes_groups(device: str, inner: int, group: int) -> bool:
     return device == "cuda" or multiplies_groups(device, inner, group)
 
 
-@torch.library.custom_op("lowbit::linear_step", mutates_args=())
 def _opaque_linear_step(
     x: Tensor, w: Tensor, bias: Tensor | None, x_grid: Sequence[int], w_grid: Sequence[int], dtype: torch.dtype
 ) -> list[Tensor]:
@@ -259,8 +256,7 @@ def _opaque_linear_step(
     return [y, *(code for code in codes if code is not None)]
 
 
-@_opaque_linear_step.register_fake
-def _(
+def _fake_linear_step(
     x: Tensor, w: Tensor, _bias: Tensor | None, _x_grid: Sequence[int], _w_grid: Sequence[int], dtype: torch.dtype
 ) -> list[Tensor]:
     (outputs, inner), rows = w.shape, x.numel() // x.shape[-1]
@@ -270,7 +266,9 @@ def _(
     return results
 
 
-@torch.library.custom_op("lowbit::linear_values", mutates_args=())
+opaque("linear_step", _opaque_linear_step, _fake_linear_step)
+
+
 def _opaque_linear_values(
     g: Tensor, codes: Sequence[Tensor], of_x: bool, of_w: bool, bias: torch.dtype | None
 ) -> list[Tensor]:
@@ -282,11 +280,15 @@ def _opaque_linear_values(
     return [tensor for tensor in found if tensor is not None]
 
 
-@_opaque_linear_values.register_fake
-def _(g: Tensor, codes: Sequence[Tensor], of_x: bool, of_w: bool, bias: torch.dtype | None) -> list[Tensor]:
+def _fake_linear_values(
+    g: Tensor, codes: Sequence[Tensor], of_x: bool, of_w: bool, bias: torch.dtype | None
+) -> list[Tensor]:
     asked = [q for q, wanted in ((codes[0], of_x), (codes[2], of_w)) if wanted]
     results = [torch.empty_like(q, dtype=g.dtype) for q in asked]
     return results if bias is None else [*results, g.new_empty(g.shape[1], dtype=bias)]
+
+
+opaque("linear_values", _opaque_linear_values, _fake_linear_values)
 
 
 def code_rows(
@@ -316,7 +318,6 @@ def code_rows(
     return q, bits, marked
 
 
-@torch.library.custom_op("lowbit::code_rows", mutates_args=())
 def _opaque_code_rows(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, numbers: Sequence[int], per: str, ste: str
 ) -> list[Tensor]:
@@ -328,14 +329,16 @@ def _opaque_code_rows(
     return [q, marked] if bits is None else [q, marked, bits]
 
 
-@_opaque_code_rows.register_fake
-def _(
+def _fake_code_rows(
     x: Tensor, scale: Tensor, _zero_point: Tensor | None, _numbers: Sequence[int], per: str, ste: str
 ) -> list[Tensor]:
     rows = x.shape[:-1] if per == PerTensor.__name__ else scale.shape
     results = [torch.empty_like(x, dtype=torch.int8), scale.new_empty(rows)]
     bits = [] if ste == SteKind.IDENTITY.value else [x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)]
     return results + bits
+
+
+opaque("code_rows", _opaque_code_rows, _fake_code_rows)
 
 
 def code_weights(weights: Sequence[Tensor], grid: Grid) -> list[tuple[Tensor, Tensor]]:
@@ -376,9 +379,8 @@ def selected_product(g: Tensor, w: Tensor, bits: Tensor) -> Tensor:
     return select(g @ w, bits)
 
 
-_opaque_select = torch.library.custom_op("lowbit::select", select, mutates_args=())
-
-
-@_opaque_select.register_fake
-def _(grad_output: Tensor, _bits: Tensor) -> Tensor:
+def _fake_select(grad_output: Tensor, _bits: Tensor) -> Tensor:
     return torch.empty_like(grad_output, memory_format=torch.contiguous_format)
+
+
+opaque("select", select, _fake_select)
