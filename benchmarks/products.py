@@ -268,7 +268,7 @@ def _used(data: Data) -> dict[str, dict[str, Callable[[], object]]]:
                     _grouped, data, size, zero
                 )
                 for size, zero in product(GROUPS, (None, data.zero))
-                if multiplies_groups("cuda", data.x.shape[1], size)
+                if multiplies_groups("cuda", data.x.shape[1], size, zero is not None)
             },
         },
     }

@@ -100,10 +100,12 @@ def test_weights_once(group: int, device: torch.device) -> None:
 
 def test_what_a_layer_says_of_its_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    for group, by_codes in ((16, False), (64, True), (256, True), (320, device.type == "cpu")):
-        layer = layer_of("an EMA", 256 if group == 256 else 32, device)[0]
+    on_cpu = device.type == "cpu"
+    cases = (("an EMA", 16, False), ("an EMA", 64, True), ("a batch", 256, True), ("a batch", 320, on_cpu))
+    for name, group, by_codes in (*cases, ("an EMA", 256, on_cpu), ("an EMA", 512, True)):
+        layer = layer_of(name, 256 if group > 64 else 32, device)[0]
         layer.in_features, layer.weight_quantizer.per = (64 if group < 256 else 2 * group), PerGroup(group)
         reason = f"the sums of PerGroup(size={group}) take longer to scale than values take to multiply"
-        kept = "" if device.type == "cpu" else "; codes are what is kept"
+        kept = "" if on_cpu else "; codes are what is kept"
         assert layer.product_refusal() == ("" if by_codes else reason + kept)
-        assert (layer.way(device) == "") == (device.type == "cpu" and not by_codes)
+        assert (layer.way(device) == "") == (on_cpu and not by_codes)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import native_products, plan
-from lowbit.kernels.linear_codes import LEAST_GROUP, LinearCodes
+from lowbit.kernels.linear_codes import LEAST_GROUP, LEAST_GROUP_WITH_ZERO, LinearCodes
 from lowbit.kernels.nan import mark_nan, may_hold_nan
 from lowbit.kernels.precision import math_dtype
 from lowbit.packing import unpack
@@ -109,13 +109,13 @@ def scaled_product(
     where groups are so short that this is faster.
     """
     wide = math_dtype(dtype)
-    if w_scale.dim() == 2 and not multiplies_groups(q_w.device.type, q_w.shape[1], q_w.shape[1] // w_scale.shape[1]):
-        return _product_of_values(q_x, q_w, x_scale, w_scale, zero_point, bias, dtype)
-    if w_scale.dim() == 2 and w_scale.shape[1] == 1:
-        w_scale = w_scale.squeeze(1)
-    columns = None
-    if zero_point is not None:
-        columns = _row_sums(q_w.view(-1, q_w.shape[1] // w_scale.shape[1]) if w_scale.dim() == 2 else q_w)
+    inner = group = q_w.shape[1]
+    if w_scale.dim() == 2:
+        group = inner // w_scale.shape[1]
+        if not multiplies_groups(q_w.device.type, inner, group, zero_point is not None):
+            return _product_of_values(q_x, q_w, x_scale, w_scale, zero_point, bias, dtype)
+        w_scale = w_scale.squeeze(1)  # of groups that are whole rows
+    columns = None if zero_point is None else _row_sums(q_w.view(-1, group))
     bias = None if bias is None else bias.contiguous()
     scales = x_scale.to(wide), w_scale.to(wide)
     if plan.runs("triton", q_x):
@@ -229,11 +229,11 @@ def has_linear_step(device: str, index: int | None, inner: int, outputs: int) ->
 
 
 @at_trace_time
-def multiplies_groups(device: str, inner: int, group: int) -> bool:
+def multiplies_groups(device: str, inner: int, group: int, has_zero: bool) -> bool:
     """Whether codes with a scale for each group of w's rows, of ``inner`` codes, are multiplied faster than values"""
-    if group == inner or group < LEAST_GROUP or device != "cuda":
+    if group == inner or device != "cuda":
         return group >= min(inner, LEAST_GROUP)
-    if plan.absence("triton"):
+    if group < (LEAST_GROUP_WITH_ZERO if has_zero else LEAST_GROUP) or plan.absence("triton"):
         return False
     from lowbit.kernels import triton_products  # half a second, which only users of a GPU should spend
 
@@ -243,7 +243,7 @@ def multiplies_groups(device: str, inner: int, group: int) -> bool:
 @at_trace_time
 def takes_groups(device: str, inner: int, group: int) -> bool:
     """Whether such weights are coded: on a GPU also where values are multiplied, since codes take less memory"""
-    return device == "cuda" or multiplies_groups(device, inner, group)
+    return device == "cuda" or multiplies_groups(device, inner, group, False)
 
 
 def _opaque_linear_step(

@@ -55,8 +55,11 @@ class LinearLayer(CodeLayer):
         device = device or self._float("weight").device
         if reason := self.codes_refusal(device):
             return reason
-        per = self.quantizer("weight_quantizer").per
-        if not isinstance(per, PerGroup) or products.multiplies_groups(device.type, self.in_features, per.size):
+        per, of_x = self.quantizer("weight_quantizer").per, self.quantizer("input_quantizer")
+        has_zero = not (of_x.symmetric and of_x.grid.fits_int8)
+        if not isinstance(per, PerGroup) or products.multiplies_groups(
+            device.type, self.in_features, per.size, has_zero
+        ):
             return ""
         return self.per_refusal("weight_quantizer", per) + "; codes are what is kept"
 
