@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Codes of a group of w's row that has a scale: to scale the sums of fewer takes longer than to multiply values; on a GPU
-# even those of more, where x has a zero point.
+# Codes of a group of w's row that has a scale: to scale the sums of fewer takes longer than to multiply values. On a
+# GPU so it is with more, where x has a zero point.
 LEAST_GROUP, LEAST_GROUP_WITH_ZERO = 256, 512
 
 

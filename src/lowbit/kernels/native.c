@@ -69,6 +69,7 @@ typedef struct {
     double quant_min, quant_max;
     int32_t map, reduction, pact, wide; /* wide: the arithmetic is in double */
     int32_t y_type, g_type, x_type, threads;
+    int32_t marks_nan; /* a group's own scale is NaN where the group holds one: y, its codes, cannot */
     void *y;
     const void *g, *x, *scale, *zero_point; /* g: NULL for a forward; the last two in the type of the arithmetic */
     void *first;                            /* the scale of a group's own range, in the type of the arithmetic */

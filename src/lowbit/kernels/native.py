@@ -69,7 +69,7 @@ class _Call(ctypes.Structure):
         ("reduce", _Reduce),
         *((name, c_double) for name in ("quant_min", "quant_max")),
         *((name, c_int32) for name in ("map", "reduction", "pact", "wide")),
-        *((name, c_int32) for name in ("y_type", "g_type", "x_type", "threads")),
+        *((name, c_int32) for name in ("y_type", "g_type", "x_type", "threads", "marks_nan")),
         *((name, c_void_p) for name in ("y", "g", "x", "scale", "zero_point", "first", "own_zero_point")),
     ]
 
@@ -369,7 +369,7 @@ def _learned_backward(signature: Signature) -> Callable[..., tuple[Tensor, ...]]
 
 
 def _per_batch(signature: Signature, codes: torch.dtype | None = None) -> Callable[..., Any]:
-    """x with the scale of its own range: its values, or its codes in this dtype"""
+    """x with the scale of its own range: its values; or its codes in this dtype, the scale being NaN where x is"""
     memory, shape, dtype, wide = signature.memory, signature.scale_shape, signature.dtype, signature.math_dtype
     reduce, run = _reduce(memory, _MIN_MAX), loaded().per_batch
     if reduce.rows > 1 or reduce.inner * dtype.itemsize > _CACHE:
@@ -377,7 +377,7 @@ def _per_batch(signature: Signature, codes: torch.dtype | None = None) -> Callab
     calls, formula, result = {}, "quantize_integer" if codes else "fake_quantize", codes or dtype
     for symmetric, reduction in ((True, _ABS_MAX), (False, _MIN_MAX)):
         call = calls[symmetric] = _call(signature, wide, formula, y=result, x=dtype)
-        call.reduction, call.reduce = reduction, _reduce(memory, reduction)
+        call.reduction, call.reduce, call.marks_nan = reduction, _reduce(memory, reduction), codes is not None
         if call.reduce.chunks:
             call.reduce.units = call.reduce.channels  # a whole group is a unit
 
@@ -405,19 +405,10 @@ def _per_batch_in_two(signature: Signature, codes: torch.dtype | None) -> Callab
         else:
             low, high = min_max(x)
             scale, zero_point = affine_params(low, high, grid)
-        return quantize(x, scale, zero_point), scale, zero_point
+        y = quantize(x, scale, zero_point)
+        return y, mark_nan(scale, x, per=signature.per) if codes and may_hold_nan(x) else scale, zero_point
 
     return per_batch
-
-
-def _codes_per_batch(signature: Signature) -> Callable[..., Any]:
-    per_batch = _per_batch(signature, torch.int8)
-
-    def codes_per_batch(x: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
-        q, scale, zero_point = per_batch(x, symmetric=symmetric)
-        return q, mark_nan(scale, x, per=signature.per) if may_hold_nan(x) else scale, zero_point
-
-    return codes_per_batch
 
 
 def _gradient_bits(signature: Signature) -> Callable[..., Tensor]:
@@ -457,7 +448,7 @@ _KERNELS: dict[str, Callable[[Signature], Callable[..., Any]]] = {
     "fake_quantize": _forward,
     "fake_quantize_backward": _fake_quantize_backward,
     "fake_quantize_per_batch": _per_batch,
-    "quantize_per_batch": _codes_per_batch,
+    "quantize_per_batch": partial(_per_batch, codes=torch.int8),
     "gradient_bits": _gradient_bits,
     "learned_fake_quantize": _forward,
     "learned_fake_quantize_backward": _learned_backward,

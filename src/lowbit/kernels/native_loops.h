@@ -474,6 +474,12 @@ SHARED void NAME(own_params)(const Call *c, double first, double second, M *scal
     *scale = s, *zero_point = NAME(clamp)(RINT(quant_min - lo / s), quant_min, quant_max);
 }
 
+SHARED int NAME(has_nan)(const M *x, int64_t n) {
+    int found = 0;
+    for (int64_t i = 0; i < n; i++) found |= x[i] != x[i];
+    return found;
+}
+
 static void NAME(per_batch_unit)(const Call *c, int64_t unit) {
     ALIGNED M yb[BLOCK], xb[BLOCK];
     double first[BLOCK], second[BLOCK];
@@ -508,6 +514,9 @@ static void NAME(per_batch_unit)(const Call *c, int64_t unit) {
     for (int64_t i = from; i < to; i += BLOCK) { /* the second time from the cache */
         int64_t n = to - i < BLOCK ? to - i : BLOCK;
         const M *x = NAME(view)(xb, c->x, c->x_type, i, n);
+        if (c->marks_nan && NAME(has_nan)(x, n))
+            for (int64_t k = 0; k < groups; k++) /* one that is many blocks, or many in this block */
+                if (groups == 1 || NAME(has_nan)(x + k * r->inner, r->inner)) ((M *)c->first)[group + k] = (M)NAN;
         NAME(map_block)(c, yb, x, x, &p, i, n);
     }
 }
