@@ -1,4 +1,4 @@
-"""What torch's compiler is told while it traces."""
+"""What torch's compiler is told: constants while it traces, and ops that it calls as they are."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def opaque(name: str, function: Callable[..., object], fake: Callable[..., objec
     It neither changes its arguments nor gives one back. What torch.library.custom_op does, but for its checks, which
     take longer than all else of a call.
     """
-    torch.library.define(f"lowbit::{name}", torch.library.infer_schema(function, mutates_args=()))
+    schema = torch.library.infer_schema(function, mutates_args=())
+    torch.library.define(f"lowbit::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"lowbit::{name}", "CompositeExplicitAutograd", function)
     torch.library.register_fake(f"lowbit::{name}", fake)

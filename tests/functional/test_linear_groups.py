@@ -77,7 +77,9 @@ def test_values_and_gradients(
     values = [tensor.detach().double() for tensor in (coded[0].values(), coded[1].values(), bias)]
     eps, most = torch.finfo(dtype).eps, F.linear(*(tensor.abs() for tensor in values))
     assert bool(((y.double() - F.linear(*values)).abs() <= 2 * eps * most).all())
-    if by_codes and products.multiplies_groups(device.type, shape[-1], group, coded[0].zero_point is not None):
+    multiplied = products.multiplies_groups(device.type, shape[-1], group, coded[0].zero_point is not None)
+    assert multiplied == by_codes or device.type == "cuda"
+    if multiplied:
         assert_same_bits(y.detach().cpu(), write_out(*coded, bias))
     g = inputs.random(tuple(y.shape), seed=3).to(dtype).to(device)
     dx, dw, db = torch.autograd.grad(y, [x, w, bias], g, retain_graph=True)
@@ -88,6 +90,21 @@ def test_values_and_gradients(
     torch.testing.assert_close(dx.double(), (g.double() @ values[1]) * passed, rtol=8 * eps, atol=eps * size)
     torch.testing.assert_close(dw.double(), rows.t() @ wide, rtol=8 * eps, atol=eps * size)
     torch.testing.assert_close(db.double(), rows.sum(0), rtol=8 * eps, atol=eps * size)
+
+
+@pytest.mark.parametrize("group", [32, 256])
+def test_the_dtype_is_the_one_that_is_asked_for(group: int, device: torch.device) -> None:
+    x, w = data((4, 512)).detach().to(device), data((5, 512), seed=1).detach().to(device)
+    wanted = integer_linear(*coded_pair("tokens", x, w, group))
+    with torch.autocast(device.type, torch.bfloat16):
+        assert_same_bits(integer_linear(*coded_pair("tokens", x, w, group)).cpu(), wanted.cpu())
+
+
+@pytest.mark.parametrize("group", [32, 256])
+@pytest.mark.parametrize(("rows", "outputs"), [(0, 3), (2, 0)])
+def test_empty_products(rows: int, outputs: int, group: int, device: torch.device) -> None:
+    x, w = (torch.ones(size, 512, device=device) for size in (rows, outputs))
+    assert integer_linear(*coded_pair("tokens", x, w, group)).shape == (rows, outputs)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

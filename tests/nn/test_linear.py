@@ -210,11 +210,7 @@ REFUSALS: dict[str, tuple[nn.Module, Recipe, str]] = {
         Recipe(W8, QuantSpec(bits=8, scale_mode=EMA(), ste=SteKind.TANH)),
         "the input's quantizer: its gradient TANH",
     ),
-    "groups of an input": (
-        nn.Linear(8, 4),
-        Recipe(W8, QuantSpec(bits=8, per=PerGroup(4))),
-        r"scales PerGroup\(size=4\)",
-    ),
+    "groups": (nn.Linear(8, 4), Recipe(W8, QuantSpec(bits=8, per=PerGroup(4))), r"scales PerGroup\(size=4\)"),
     "affine weights": (
         nn.Linear(8, 4),
         Recipe(QuantSpec(bits=8, symmetric=False, scale_mode=PerBatch()), TOKEN),

@@ -106,6 +106,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "products of values": lambda layer: setattr(layer._context, "integer_products", False),
     "a batch norm": lambda layer: setattr(layer, "_norm", (None,)),
     "an input of many": lambda layer: layer._edges.update(output_quantizer=None),
+    "another width": lambda layer: setattr(layer, "in_features", 2**17),
     "other ranks": lambda layer: setattr(layer.weight_quantizer, "_ranks", lambda: Ranks(None)),
 }
 
@@ -116,6 +117,20 @@ def test_a_choice_is_made_again_where_something_has_changed(change: str, device:
     assert [layer.way(device), layer.way(device)] == ["rows", "rows"]
     CHANGES[change](layer)
     assert layer.way(device) == copy.deepcopy(layer).way(device) != "rows"
+
+
+def test_a_choice_is_made_again_for_a_scale_of_another_dtype(device: torch.device) -> None:
+    layer = layer_of(STEPS["a fixed scale"], device)[0]
+    assert layer.way(device) == "kept"
+    layer.input_quantizer.scale = layer.input_quantizer.scale.double()
+    assert layer.way(device) == "codes"
+
+
+def test_a_choice_is_made_again_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, cpu = layer_of(STEPS["tokens"], torch.device("cpu"))[0], torch.device("cpu")
+    assert layer.way(cpu) == "rows"
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert layer.way(cpu) == ""
 
 
 def test_a_layer_that_has_chosen_is_pickled(device: torch.device) -> None:
@@ -157,6 +172,23 @@ class _Counted(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         self.calls += 1
         return weight * 1.0
+
+
+class _Masked(nn.Linear):
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.register_buffer("mask", torch.zeros(()))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.mask * self._parameters["weight"]
+
+
+@pytest.mark.parametrize("name", ["short groups", "tokens", "an EMA"])
+def test_a_weight_that_a_class_computes(name: str, device: torch.device) -> None:
+    layer = nn.Sequential(_Masked(64, 8)).to(device)
+    model = lowbit.prepare(layer, STEPS[name], torch.randn(2, 64, device=device)).train()
+    assert torch.equal(model(torch.randn(4, 64, device=device)), layer[0].bias.expand(4, 8))
 
 
 @pytest.mark.parametrize("name", ["short groups", "tokens", "an EMA"])

@@ -361,8 +361,8 @@ def linear_per_batch(
 ) -> Tensor:
     """integer_linear with a symmetric scale for each row of x, of its own range; and of w, if that is not coded yet
 
-    On a GPU with fewer launches. The tensors are plain, unless they are compiled. With scales for each ``group`` of
-    w's rows it may be a product of values; where a backend has a step, it keeps codes all the same.
+    On a GPU with fewer launches. The tensors are plain, unless they are compiled. w may have scales for each ``group``
+    of its rows.
     """
     y: Tensor
     weight = w.carrier if isinstance(w, Coded) else w

@@ -150,7 +150,8 @@ def _product_of_values(
     x = plan.run("dequantize", q_x, q_x, x_scale, zero_point, per=per, dtype=dtype)
     groups = PerGroup(q_w.shape[1] // w_scale.shape[1])
     w = plan.run("dequantize", q_w, q_w, w_scale, None, per=groups, dtype=dtype)
-    return functional.linear(x, w, None if bias is None else bias.to(dtype))
+    with torch.autocast(q_x.device.type, enabled=False):
+        return functional.linear(x, w, None if bias is None else bias.to(dtype))
 
 
 def _product_of_groups(
@@ -163,7 +164,7 @@ def _product_of_groups(
     dtype: torch.dtype,
 ) -> Tensor:
     """The product of each group, and their sum"""
-    wide, one = w_scale.dtype, torch.ones_like(w_scale[0, 0])
+    wide, one = w_scale.dtype, torch.ones((), dtype=w_scale.dtype, device=q_x.device)
     groups = zip(*(codes.chunk(w_scale.shape[1], 1) for codes in (q_x, q_w)), w_scale.unbind(1), strict=True)
     y = torch.zeros((), dtype=wide, device=q_x.device)
     for x_part, w_part, scale in groups:
@@ -237,7 +238,7 @@ def multiplies_groups(device: str, inner: int, group: int, has_zero: bool) -> bo
         return False
     from lowbit.kernels import triton_products  # half a second, which only users of a GPU should spend
 
-    return triton_products.multiplies_groups(group)
+    return triton_products.has_groups(group)
 
 
 @at_trace_time

@@ -23,6 +23,9 @@ ROW_BLOCK = 512  # octets of a row that a program takes at a time
 EMA_BLOCK = 128  # scale groups of a program that blends states
 ONE_READ = 16384  # elements of a scale group that one program holds
 
+# Whether the launcher's own function takes what ``Launch`` gives it.
+_IS_KNOWN = torch.version.hip is None and triton.__version__.startswith("3.6.")
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CODES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -98,7 +101,7 @@ class Launch:
         run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
         programs, arguments = self.programs, self.arguments
         index, stream = self.index, triton.runtime.driver.active.get_current_stream
-        if getattr(run, "profile_scratch_size", None) != 0:  # not as Triton 3.6 has it for CUDA
+        if not _IS_KNOWN or run.profile_scratch_size:
 
             def indirect(pointers: list[int | None]) -> None:
                 run(programs, 1, 1, stream(index), function, metadata, None, None, None, *pointers, *arguments)
@@ -123,7 +126,14 @@ def empty_on(device: torch.device) -> Callable[[tuple[int, ...], torch.dtype], T
     quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # noqa: SLF001
     if quick is None or device.type != "cuda" or torch.cuda.device_count() > 1:
         return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
-    return lambda shape, dtype: quick(shape, _strides(shape), dtype)
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if torch.are_deterministic_algorithms_enabled():  # which wants fresh memory filled
+            return torch.empty(shape, dtype=dtype, device=device)
+        filled: Tensor = quick(shape, _strides(shape), dtype)
+        return filled
+
+    return empty
 
 
 @lru_cache(maxsize=4096)

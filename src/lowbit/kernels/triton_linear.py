@@ -21,7 +21,7 @@ from lowbit.kernels.triton_launch import ONE_READ, ROW_BLOCK, Launch, empty_on
 from lowbit.kernels.triton_products import (
     device_refusal,
     grouped_launch,
-    multiplies_groups,
+    has_groups,
     product_launch,
     row_refusal,
     row_sums,
@@ -217,7 +217,7 @@ class LinearStep:
         if run == inner:
             flags = True, False, True, torch.float32, dtype
             self._product = product_launch(rows, outputs, inner, *flags, device)
-        elif run >= LEAST_GROUP and multiplies_groups(run):
+        elif run >= LEAST_GROUP and has_groups(run):
             self._grouped = grouped_launch(rows, outputs, inner, run, True, False, dtype, device)
         self._sums = _column_sums(rows, outputs, device)
         self._decode: dict[tuple[bool, bool, bool], Launch] = {}
@@ -282,7 +282,8 @@ class LinearStep:
         if held:
             _, w_values, _ = self.decode(None, codes, False, True, None)
         assert w_values is not None
-        return functional.linear(x_values, w_values, None if bias is None else bias.to(self.dtype)), codes
+        with torch.autocast(self.device.type, enabled=False):
+            return functional.linear(x_values, w_values, None if bias is None else bias.to(self.dtype)), codes
 
     def decode(
         self, g: Tensor | None, codes: LinearCodes, of_x: bool, of_w: bool, bias: torch.dtype | None

@@ -243,7 +243,7 @@ def _sums_launch(rows: int, columns: int, device: torch.device) -> Launch:
 
 def refusal(q_x: Tensor, q_w: Tensor, w_scale: Tensor) -> str:
     """Why there is no such product of these codes; "" where there is."""
-    if w_scale.dim() == 2 and (w_scale.dtype == torch.float64 or not multiplies_groups(_group(q_w, w_scale))):
+    if w_scale.dim() == 2 and (w_scale.dtype == torch.float64 or not has_groups(_group(q_w, w_scale))):
         return "the sums of groups are scaled in float32, after whole tiles"
     if not (q_x.is_cuda or knobs.runtime.interpret):
         return f"Triton kernels run on CUDA, not on {q_x.device}"
@@ -345,7 +345,7 @@ def _selected_launch(rows: int, columns: int, inner: int, device: torch.device) 
     return _persistent_launch(_selected_product, rows, columns, inner, (even,), SELECTED_TILE, device)
 
 
-def multiplies_groups(group: int) -> bool:
+def has_groups(group: int) -> bool:
     """Whether there is a product of codes with a scale for each group of w's rows, for groups this long"""
     return group % GROUPED_TILE[2] == 0
 

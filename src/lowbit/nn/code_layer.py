@@ -20,9 +20,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class CodeLayer(QuantLayer):
     """y = float(sum (q_x - z_x) * q_w) * (s_x * s_w) + b
 
-    In training this is how large products are computed, where the quantizers have codes (``product_refusal``): the sum
+    In training this is how large products are computed, where the quantizers have codes (``codes_refusal``): the sum
     is exact, and codes are what is kept for the backward. All else, and every product in eval mode, is the parent's
-    forward at the quantized values.
+    forward at the quantized values; a few layers keep codes, and multiply their values (``product_refusal``).
 
     A batch norm's factor f may be part of w; while its statistics are those of each batch, s_w / f stands for s_w.
     """
@@ -59,10 +59,7 @@ class CodeLayer(QuantLayer):
     def quantized_forward(self, *args: Any, **kwargs: Any) -> Any:
         x: Any = args[0] if args else kwargs.get("input")
         if self.product is None and self.training and (way := self._way_for(x)):
-            held = self._parameters
-            weight, bias = held.get("weight"), held.get("bias")
-            if weight is None or bias is None:
-                weight, bias = self._float("weight"), self._float("bias")
+            weight, bias = self._float("weight"), self._float("bias")
             device = x.device.type
             autocasts = torch.is_autocast_enabled(device)
             if _multiplies_codes(x, weight, bias, autocasts) and self.fits(x, weight):

@@ -69,7 +69,7 @@ class LinearLayer(CodeLayer):
         return super().takes_per(slot, per, device)
 
     def per_refusal(self, slot: str, per: Granularity) -> str:
-        if slot == "weight_quantizer" and isinstance(per, PerGroup):
+        if slot == "weight_quantizer" and isinstance(per, PerGroup) and self.in_features % per.size == 0:
             return f"the sums of {per} take longer to scale than values take to multiply"
         return super().per_refusal(slot, per)
 
