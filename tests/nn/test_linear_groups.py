@@ -108,7 +108,6 @@ def test_what_a_layer_says_of_its_product(device: torch.device, monkeypatch: pyt
         reason = f"the sums of PerGroup(size={group}) take longer to scale than values take to multiply"
         kept = "" if on_cpu else "; codes are what is kept"
         assert layer.product_refusal() == ("" if by_codes else reason + kept)
-        layer.in_features += 1
-        assert f"the weight has scales PerGroup(size={group})" in layer.product_refusal()
-        layer.in_features -= 1
         assert (layer.way(device) == "") == (on_cpu and not by_codes)
+        layer.weight_quantizer.per = PerGroup(48)  # which no row is made of
+        assert "the weight has scales PerGroup(size=48)" in layer.product_refusal()
