@@ -14,6 +14,7 @@ from lowbit.functional.statistics import params_from_data
 from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.grid import Grid
 from lowbit.kernels import plan
+from lowbit.kernels.float_products import product, transpose, wants_rows
 from lowbit.kernels.linear_codes import LinearCodes
 from lowbit.kernels.products import (
     code_rows,
@@ -70,6 +71,17 @@ class Coded(NamedTuple):
             y = apply(_Decode, self.carrier, *codes, self.per, dtype)
         else:
             y = plan.run("dequantize", self.q, *codes, per=self.per, dtype=dtype)
+        return y
+
+    def columns(self, dtype: torch.dtype) -> Tensor:
+        """The values of all rows as columns of a matrix, without a derivative; they share a scale, or have one"""
+        q, scale, zero_point = self.q.reshape(-1, self.q.shape[-1]).t().contiguous(), self.scale, self.zero_point
+        zero_point = None if zero_point is None else zero_point.expand(scale.shape)
+        per: Granularity = PerTensor()
+        if scale.dim():
+            scale, zero_point = scale.reshape(-1), None if zero_point is None else zero_point.reshape(-1)
+            per = PerChannel(1)
+        y: Tensor = plan.run("dequantize", q, q, scale, zero_point, per=per, dtype=dtype)
         return y
 
 
@@ -165,8 +177,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(q_x, x_scale, zero_point, q_w, w_scale)
         zero_point = None if zero_point is None else _by_row(zero_point)
         rows, scales = q_x.reshape(-1, q_x.shape[-1]), (_by_row(x_scale), w_scale)
-        product = torch.ops.lowbit.scaled_product if torch.compiler.is_compiling() else scaled_product
-        y = product(rows, q_w, *scales, zero_point, bias, dtype=ctx.dtype)
+        multiply = torch.ops.lowbit.scaled_product if torch.compiler.is_compiling() else scaled_product
+        y = multiply(rows, q_w, *scales, zero_point, bias, dtype=ctx.dtype)
         # To autograd no view: those that a Function gives cannot be changed in place.
         return torch.ops.aten._unsafe_view.default(y, (*q_x.shape[:-1], q_w.shape[0]))  # noqa: SLF001
 
@@ -255,12 +267,19 @@ def _gradients(ctx: Any, grad_output: Tensor, x: Coded, w: Coded) -> tuple[Tenso
     g = grad_output.reshape(-1, grad_output.shape[-1])
     dx = dw = db = None
     if wants_x:
-        dx = _shaped(g @ w.values(ctx.dtype), x.carrier)
+        dx = _shaped(product(g, w.values(ctx.dtype)), x.carrier)
     if wants_w:
-        dw = _shaped(g.t() @ x.values(ctx.dtype).reshape(-1, x.q.shape[-1]), w.carrier)
+        dw = _shaped(_weight_gradient(g, x, ctx.dtype), w.carrier)
     if wants_bias:
         db = column_sums(g, ctx.bias_dtype)
     return dx, dw, db
+
+
+def _weight_gradient(g: Tensor, x: Coded, dtype: torch.dtype) -> Tensor:
+    """g^T @ x;  or (x^T @ g)^T, where rows are wanted: the codes of x^T are fewer bytes to move than g^T"""
+    if dtype == torch.float32 and wants_rows(g):
+        return transpose(product(x.columns(dtype), g))
+    return product(g.t(), x.values(dtype).reshape(-1, x.q.shape[-1]))
 
 
 class _Select(torch.autograd.Function):

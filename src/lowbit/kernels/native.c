@@ -241,6 +241,16 @@ PUBLIC int lowbit_levels(void) {
 #endif
 }
 
+/* Whether Intel made it: MKL has its widest loops for those alone. */
+PUBLIC int lowbit_is_intel(void) {
+#ifdef X86
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel") != 0;
+#else
+    return 0;
+#endif
+}
+
 PUBLIC const char *lowbit_level_name(int index) { return LEVELS[index].name; }
 
 PUBLIC void lowbit_set_level(int index) { level = index; }

@@ -100,6 +100,7 @@ class Library:
             ("lowbit_ema_scale", None, [c_int64, *[c_double] * 4, *[c_void_p] * 5]),
             ("lowbit_ema_range", None, [c_int64, *[c_double] * 4, *[c_void_p] * 12]),
             ("lowbit_levels", c_int, []),
+            ("lowbit_is_intel", c_int, []),
             ("lowbit_level_name", c_char_p, [c_int]),
             ("lowbit_set_level", None, [c_int]),
             ("lowbit_map_name", c_char_p, [c_int]),
@@ -115,6 +116,7 @@ class Library:
         self.ema_scale, self.ema_range = library.lowbit_ema_scale, library.lowbit_ema_range
         self.gradient_bits, self.select = library.lowbit_gradient_bits, library.lowbit_select
         self.scale_sums, self.transpose = library.lowbit_scale_sums, library.lowbit_transpose
+        self.is_intel = bool(library.lowbit_is_intel())
         self.block, self.chunk = library.lowbit_block(), library.lowbit_chunk()
         self.levels = [library.lowbit_level_name(i).decode() for i in range(library.lowbit_levels())]
         names = itertools.takewhile(bool, map(library.lowbit_map_name, itertools.count()))

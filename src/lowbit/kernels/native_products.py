@@ -50,6 +50,13 @@ def put_channels_first(x: Tensor, y: Tensor) -> None:
     _transpose(x.contiguous(), y, x[0].numel() // x.shape[-1])
 
 
+def transpose(x: Tensor) -> Tensor:
+    """x^T of a contiguous matrix whose elements have 2 or 4 bytes"""
+    y = torch.empty((x.shape[1], x.shape[0]), dtype=x.dtype, device="cpu")
+    _transpose(x.unsqueeze(0), y, x.shape[0])
+    return y
+
+
 def _transpose(x: Tensor, y: Tensor, rows: int) -> None:
     sizes = x.shape[0], rows, x[0].numel() // rows, x.element_size()
     loaded().transpose(*sizes, x.data_ptr(), y.data_ptr(), torch.get_num_threads())

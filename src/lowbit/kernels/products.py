@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.grid import Grid
-from lowbit.kernels import native_products, plan
+from lowbit.kernels import float_products, native_products, plan
 from lowbit.kernels.linear_codes import LEAST_GROUP, LEAST_GROUP_WITH_ZERO, LinearCodes
 from lowbit.kernels.nan import mark_nan, may_hold_nan
 from lowbit.kernels.precision import math_dtype
@@ -150,8 +150,7 @@ def _product_of_values(
     x = plan.run("dequantize", q_x, q_x, x_scale, zero_point, per=per, dtype=dtype)
     groups = PerGroup(q_w.shape[1] // w_scale.shape[1])
     w = plan.run("dequantize", q_w, q_w, w_scale, None, per=groups, dtype=dtype)
-    with torch.autocast(q_x.device.type, enabled=False):
-        return functional.linear(x, w, None if bias is None else bias.to(dtype))
+    return float_products.linear(x, w, None if bias is None else bias.to(dtype))
 
 
 def _product_of_groups(
@@ -189,7 +188,20 @@ def column_sums(g: Tensor, dtype: torch.dtype) -> Tensor:
 
         if g.shape[1] <= triton_linear.WIDEST:
             return triton_linear.column_sums(g, dtype)
+    if torch.compiler.is_compiling() and g.device.type == "cpu" and plan.is_plain(g) and plan.can_be_opaque("native"):
+        return torch.ops.lowbit.column_sums(g, dtype)  # a compiler would go down one column after another
+    return _sum_columns(g, dtype)
+
+
+def _sum_columns(g: Tensor, dtype: torch.dtype) -> Tensor:
     return g.sum(0, dtype=math_dtype(g.dtype)).to(dtype)
+
+
+def _fake_sum_columns(g: Tensor, dtype: torch.dtype) -> Tensor:
+    return g.new_empty(g.shape[1], dtype=dtype)
+
+
+opaque("column_sums", _sum_columns, _fake_sum_columns)
 
 
 def linear_step(
@@ -239,12 +251,6 @@ def multiplies_groups(device: str, inner: int, group: int, has_zero: bool) -> bo
     from lowbit.kernels import triton_products  # half a second, which only users of a GPU should spend
 
     return triton_products.has_groups(group)
-
-
-@at_trace_time
-def takes_groups(device: str, inner: int, group: int) -> bool:
-    """Whether such weights are coded: on a GPU also where values are multiplied, since codes take less memory"""
-    return device == "cuda" or multiplies_groups(device, inner, group, False)
 
 
 def _opaque_linear_step(
