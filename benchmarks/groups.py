@@ -16,7 +16,6 @@ from torch import nn
 from lowbit import EMA, PerBatch, PerGroup, PerToken, QuantSpec, Recipe, prepare
 from lowbit.bench.linear import SHAPES, Layer, run_linear
 from lowbit.bench.models import FLOAT, describe_models
-from lowbit.kernels import products
 from lowbit.nn import linear
 
 INPUTS = {
@@ -44,7 +43,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="for each way")
     options = parser.parse_args()
     device = torch.device(options.device)
-    products.takes_groups = lambda *_: True
     linear._LEAST = {"cpu": 0, "cuda": 0}
     layers = [Layer(FLOAT, lambda model: model)]
     layers += [_layer(*way, compiled=False) for way in product(INPUTS, (32, 256, 512), (True, False))]

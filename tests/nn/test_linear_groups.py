@@ -12,7 +12,6 @@ import inputs
 import lowbit
 from lowbit import EMA, Fixed, PerBatch, PerGroup, PerToken, QuantSpec, Recipe
 from lowbit.bench.runner import count_saved
-from lowbit.kernels import products
 from lowbit.nn import linear
 
 INPUTS = {
@@ -29,7 +28,6 @@ GROUPS = [16, 256]
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of any size take codes."""
     monkeypatch.setattr(linear, "_LEAST", {"cpu": 0, "cuda": 0})
-    monkeypatch.setattr(products, "takes_groups", lambda *_: True)  # the CPU, too, as a GPU does
     torch.use_deterministic_algorithms(False)
 
 
@@ -106,8 +104,7 @@ def test_what_a_layer_says_of_its_product(device: torch.device, monkeypatch: pyt
         layer = layer_of(name, 256 if group > 64 else 32, device)[0]
         layer.in_features, layer.weight_quantizer.per = (64 if group < 256 else 2 * group), PerGroup(group)
         reason = f"the sums of PerGroup(size={group}) take longer to scale than values take to multiply"
-        kept = "" if on_cpu else "; codes are what is kept"
-        assert layer.product_refusal() == ("" if by_codes else reason + kept)
-        assert (layer.way(device) == "") == (on_cpu and not by_codes)
+        assert layer.product_refusal() == ("" if by_codes else reason + "; codes are what is kept")
+        assert layer.way(device)
         layer.weight_quantizer.per = PerGroup(48)  # which no row is made of
         assert "the weight has scales PerGroup(size=48)" in layer.product_refusal()

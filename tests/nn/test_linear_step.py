@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import inputs
 import lowbit
 from lowbit import EMA, Fixed, PerBatch, PerChannel, PerGroup, PerTensor, PerToken, QuantSpec, Recipe
-from lowbit.kernels import plan, products
+from lowbit.kernels import plan
 from lowbit.nn import linear
 from lowbit.ranks import Ranks
 
@@ -46,7 +46,6 @@ STEPS = {
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of any size multiply codes, and a step may run wherever its kernels do."""
     monkeypatch.setattr(linear, "_LEAST", {"cpu": 0, "cuda": 0})
-    monkeypatch.setattr(products, "takes_groups", lambda *_: True)
     torch.use_deterministic_algorithms(False)
 
 

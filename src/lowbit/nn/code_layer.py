@@ -93,7 +93,7 @@ class CodeLayer(QuantLayer):
                 return f"the {name} has no quantizer with a scale"
             if reason := quantizer.codes_refusal():
                 return f"the {name}'s quantizer: {reason}"
-            if not self.takes_per(slot, quantizer.per, device):
+            if not self.takes_per(slot, quantizer.per):
                 return self.per_refusal(slot, quantizer.per)
         weight = self.quantizer("weight_quantizer")
         if not weight.symmetric:
@@ -102,9 +102,9 @@ class CodeLayer(QuantLayer):
 
     def way(self, device: torch.device) -> str:
         """How ``run_on_codes`` serves the layer on this device; "" where it does not."""
-        return "codes" if self._scales_fit(device) and not self.codes_refusal(device) else ""
+        return "codes" if self._scales_fit() and not self.codes_refusal(device) else ""
 
-    def takes_per(self, slot: str, per: Granularity | None, device: torch.device) -> bool:
+    def takes_per(self, slot: str, per: Granularity | None) -> bool:
         """Whether the product has such scales for what comes by this slot."""
         return per in (self.input_pers if slot == "input_quantizer" else self.weight_pers)
 
@@ -114,10 +114,10 @@ class CodeLayer(QuantLayer):
         name = slot.removesuffix("_quantizer")
         return f"the {name} has scales {per}, and the product takes {' or '.join(map(str, pers))}"
 
-    def _scales_fit(self, device: torch.device) -> bool:
+    def _scales_fit(self) -> bool:
         """A part of ``codes_refusal``, whose words about it a compiler cannot follow."""
         slots = "input_quantizer", "weight_quantizer"
-        return all(self.takes_per(slot, getattr(self.quantizer(slot), "per", None), device) for slot in slots)
+        return all(self.takes_per(slot, getattr(self.quantizer(slot), "per", None)) for slot in slots)
 
     def _way_for(self, x: Any) -> str:
         """The way for this x, as far as can be told without the weight, which may be computed."""

@@ -114,9 +114,13 @@ class QuantLayer(Quantized):
         """The parent's forward with the quantized weight and the bias that goes with it."""
         object.__setattr__(self, "_running", {})
         try:
-            return self.float_class.forward(self, *args, **kwargs)
+            return self.run_float(*args, **kwargs)
         finally:
             object.__setattr__(self, "_running", None)
+
+    def run_float(self, *args: Any, **kwargs: Any) -> Any:
+        """The parent's forward, while the weight and the bias that it reads are the quantized ones."""
+        return self.float_class.forward(self, *args, **kwargs)
 
     def with_quantized_input(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

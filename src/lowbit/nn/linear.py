@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.functional.float_linear import float_linear
 from lowbit.functional.linear import Coded, integer_linear, linear_by_kept_scale, linear_per_batch
 from lowbit.granularity import Granularity, PerChannel, PerGroup, PerTensor, PerToken
 from lowbit.kernels import products
-from lowbit.nn.code_layer import CodeLayer
+from lowbit.kernels.float_products import has_faster
+from lowbit.nn.code_layer import CodeLayer, is_watched
 from lowbit.nn.memo import Memo
 from lowbit.nn.swap import remove
 
@@ -61,17 +63,33 @@ class LinearLayer(CodeLayer):
             device.type, self.in_features, per.size, has_zero
         ):
             return ""
-        return self.per_refusal("weight_quantizer", per) + "; codes are what is kept"
+        return f"the sums of {per} take longer to scale than values take to multiply; codes are what is kept"
 
-    def takes_per(self, slot: str, per: Granularity | None, device: torch.device) -> bool:
-        if slot == "weight_quantizer" and isinstance(per, PerGroup) and self.in_features % per.size == 0:
-            return products.takes_groups(device.type, self.in_features, per.size)
-        return super().takes_per(slot, per, device)
+    def run_float(self, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["input"]
+        if self._is_by_float_linear(x):
+            return float_linear(x, self.weight, self.bias)
+        return super().run_float(*args, **kwargs)
 
-    def per_refusal(self, slot: str, per: Granularity) -> str:
-        if slot == "weight_quantizer" and isinstance(per, PerGroup) and self.in_features % per.size == 0:
-            return f"the sums of {per} take longer to scale than values take to multiply"
-        return super().per_refusal(slot, per)
+    def _is_by_float_linear(self, x: Any) -> bool:
+        """Whether a large product of values in training is one of ours: it is, where torch's takes longer."""
+        if not (self.training and torch.is_grad_enabled() and isinstance(x, Tensor) and x.device.type == "cpu"):
+            return False
+        if type(self).float_class.forward is not nn.Linear.forward or not has_faster() or is_watched(x):
+            return False
+        if not self._context.integer_products:
+            return False
+        least, tensors = self.least_sums("cpu"), (x, self.weight, *([] if self.bias is None else [self.bias]))
+        if least is None or self.count_sums(x) < least or not self.fits(*tensors[:2]):
+            return False
+        if torch.is_autocast_enabled("cpu") or any(tensor.dtype != torch.float32 for tensor in tensors):
+            return False
+        return any(map(self.is_on, ("input_quantizer", "weight_quantizer"))) and not is_watched(*tensors)
+
+    def takes_per(self, slot: str, per: Granularity | None) -> bool:
+        if slot == "weight_quantizer" and isinstance(per, PerGroup):
+            return bool(self.in_features % per.size == 0)
+        return super().takes_per(slot, per)
 
     def way(self, device: torch.device) -> str:
         if torch.compiler.is_compiling():
