@@ -12,12 +12,14 @@ from torch import nn
 
 from lowbit.bench import __main__ as command
 from lowbit.bench.linear import LAYERS, QUICK_SHAPES, Layer, Shape, run_linear
+from lowbit.kernels import float_products
 from lowbit.nn import linear
 
 CPU = torch.device("cpu")
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float_products, "_has_faster", lambda: True)
     path = tmp_path / "linear.json"
     assert command.main(["--linear", "--quick", "--device", "cpu", "--json", str(path)]) == 0
     report = json.loads(path.read_text())

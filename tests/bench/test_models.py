@@ -16,6 +16,7 @@ from lowbit.bench import models, networks, peers
 from lowbit.bench.contenders import UnfitError
 from lowbit.bench.models import FLOAT, TRAINEES, ModelRow, Trainee
 from lowbit.bench.networks import QUICK_NETWORKS, Network
+from lowbit.kernels import float_products
 
 CPU = torch.device("cpu")
 NAMES = {trainee.name: trainee for trainee in TRAINEES}
@@ -31,7 +32,8 @@ def rows_of(network: Network, *those: Trainee) -> dict[str, ModelRow]:
     return {row.contender: row for row in rows}
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float_products, "_has_faster", lambda: True)
     path = tmp_path / "models.json"
     assert command.main(["--models", "--quick", "--device", "cpu", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
@@ -114,6 +116,14 @@ def test_what_is_compiled_must_agree_with_itself_uncompiled(name: str, monkeypat
     assert row.status == "wrong"
     assert "compiled" in row.note
     assert "dB of signal to noise" in row.note  # of the compiled logits
+
+
+def test_float_by_onednn_is_there_where_torch_takes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    for faster, status in ((True, "ok"), (False, "skipped")):
+        monkeypatch.setattr(float_products, "_has_faster", lambda faster=faster: faster)
+        row = rows_of(MLP, NAMES["float by oneDNN"])["float by oneDNN"]
+        assert row.status == status
+        assert (row.snr_db or 0) > 60 or not faster
 
 
 def test_a_trainee_that_cannot_says_why() -> None:

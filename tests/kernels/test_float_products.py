@@ -136,11 +136,12 @@ def test_compiled_it_is_an_op(backend: str, by_onednn: list[tuple[int, ...]]) ->
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_transposes(backend: str, memory: str) -> None:
     for rows, _, columns in SIZES:
-        x = MEMORY[memory](rows, columns)
-        with plan.prefer(backend):
-            y = transpose(x)
-        assert y.is_contiguous()
-        assert torch.equal(y, x.t())
+        values = MEMORY[memory](rows, columns)
+        for x in (values, (100 * values).to(torch.int8)):
+            with plan.prefer(backend):
+                y = transpose(x)
+            assert y.is_contiguous()
+            assert torch.equal(y, x.t())
 
 
 def test_which_processors_take_onednns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowbit import recipes
 from lowbit.bench.contenders import UnfitError
-from lowbit.bench.models import FLOAT, ModelRow, fill_in, quantize_by_torchao, signal_to_noise
+from lowbit.bench.models import FLOAT, ModelRow, fill_in, multiply_faster, quantize_by_torchao, signal_to_noise
 from lowbit.bench.networks import DTYPES
 from lowbit.bench.runner import Clock, alternate, count_saved, cpu_clock, cuda_clock, cuda_peak_bytes
 from lowbit.model import prepare
@@ -131,6 +131,7 @@ def _lowbit(recipe: Callable[[], Recipe]) -> Callable[[nn.Module], nn.Module]:
 
 LAYERS = (
     Layer(FLOAT, lambda model: model),
+    Layer("float by oneDNN", multiply_faster, 60.0),
     Layer("lowbit w8a8_dynamic", _lowbit(recipes.w8a8_dynamic), 25.0, is_ours=True),
     Layer("lowbit w8a8", _lowbit(recipes.w8a8), 20.0, is_ours=True),
     Layer("lowbit w4a8", _lowbit(recipes.w4a8), 10.0, is_ours=True),

@@ -22,6 +22,8 @@ from lowbit.bench.networks import DTYPES, Network
 from lowbit.bench.peers import import_peer
 from lowbit.bench.report import environment, format_seconds
 from lowbit.bench.runner import Clock, alternate, cpu_clock, cuda_clock, cuda_peak_bytes
+from lowbit.functional.float_linear import float_linear
+from lowbit.kernels.float_products import has_faster
 from lowbit.model import prepare, weights_once
 from lowbit.nn.ops import QuantOp
 from lowbit.preparation import quantizers
@@ -343,6 +345,27 @@ def _float(model: nn.Module, network: Network, inputs: Tensor) -> tuple[nn.Modul
     return model, ""
 
 
+class _FasterLinear(nn.Linear):
+    """y = x @ w^T + b, by the library that lowbit's own layers take"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return float_linear(x, self.weight, self.bias)
+
+
+def multiply_faster(model: nn.Module) -> nn.Module:
+    """The float model, without quantizers, its linear layers by that library: what is left is the quantizers' share."""
+    if next(model.parameters()).is_cuda or not has_faster():
+        raise UnfitError("torch's own library for products of floats is the one that lowbit takes here too")
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = _FasterLinear
+    return model
+
+
+def _float_by_onednn(model: nn.Module, network: Network, inputs: Tensor) -> tuple[nn.Module, str]:
+    return multiply_faster(model), ""
+
+
 def _lowbit(recipe: Callable[[], Recipe]) -> Callable[[nn.Module, Network, Tensor], tuple[nn.Module, str]]:
     def build(model: nn.Module, network: Network, inputs: Tensor) -> tuple[nn.Module, str]:
         prepared = prepare(model, recipe(), inputs, inplace=True)
@@ -410,6 +433,7 @@ def _linear_only() -> Recipe:
 
 TRAINEES = (
     Trainee(FLOAT, _float, least_snr=None),
+    Trainee("float by oneDNN", _float_by_onednn, least_snr=_SAME),
     Trainee("float compiled", _float, least_snr=_SAME, compiled=True),
     Trainee("lowbit w8a8", _lowbit(recipes.w8a8), is_ours=True),
     Trainee("lowbit w8a8_dynamic", _lowbit(recipes.w8a8_dynamic), is_ours=True),

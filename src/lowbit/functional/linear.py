@@ -75,7 +75,7 @@ class Coded(NamedTuple):
 
     def columns(self, dtype: torch.dtype) -> Tensor:
         """The values of all rows as columns of a matrix, without a derivative; they share a scale, or have one"""
-        q, scale, zero_point = self.q.reshape(-1, self.q.shape[-1]).t().contiguous(), self.scale, self.zero_point
+        q, scale, zero_point = transpose(self.q.reshape(-1, self.q.shape[-1])), self.scale, self.zero_point
         zero_point = None if zero_point is None else zero_point.expand(scale.shape)
         per: Granularity = PerTensor()
         if scale.dim():

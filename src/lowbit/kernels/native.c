@@ -397,8 +397,8 @@ TRANSPOSE_OF(uint8_t)
 TRANSPOSE_OF(uint16_t)
 TRANSPOSE_OF(uint32_t)
 
-/* y[n][c][r] = x[n][r][c], elements of ``size`` bytes; of one byte, signed to unsigned: + 128 */
-PUBLIC void lowbit_transpose(int64_t batch, int64_t rows, int64_t columns, int size, const void *x, void *y,
+/* y[n][c][r] = x[n][r][c], elements of ``size`` bytes; ``unsign``, of one byte: + 128 */
+PUBLIC void lowbit_transpose(int64_t batch, int64_t rows, int64_t columns, int size, int unsign, const void *x, void *y,
                              int threads) {
     int64_t strips = (columns + 15) / 16, all = rows * columns;
     threads = batch * all <= GRAIN ? 1 : threads;
@@ -406,7 +406,7 @@ PUBLIC void lowbit_transpose(int64_t batch, int64_t rows, int64_t columns, int s
     for (int64_t t = 0; t < batch * strips; t++) {
         int64_t at = t / strips * all, strip = t % strips * 16;
         if (size == 1)
-            transpose_uint8_t(rows, columns, strip, (const uint8_t *)x + at, (uint8_t *)y + at, 128);
+            transpose_uint8_t(rows, columns, strip, (const uint8_t *)x + at, (uint8_t *)y + at, unsign ? 128 : 0);
         else if (size == 2)
             transpose_uint16_t(rows, columns, strip, (const uint16_t *)x + at, (uint16_t *)y + at, 0);
         else

@@ -96,7 +96,7 @@ class Library:
             ("lowbit_gradient_bits", None, [ctypes.POINTER(_Call), *[c_void_p] * 4, c_int]),
             ("lowbit_select", None, [c_int64, c_int, *[c_void_p] * 3, c_int]),
             ("lowbit_scale_sums", None, [ctypes.POINTER(Sums)]),
-            ("lowbit_transpose", None, [*[c_int64] * 3, c_int, *[c_void_p] * 2, c_int]),
+            ("lowbit_transpose", None, [*[c_int64] * 3, *[c_int] * 2, *[c_void_p] * 2, c_int]),
             ("lowbit_ema_scale", None, [c_int64, *[c_double] * 4, *[c_void_p] * 5]),
             ("lowbit_ema_range", None, [c_int64, *[c_double] * 4, *[c_void_p] * 12]),
             ("lowbit_levels", c_int, []),

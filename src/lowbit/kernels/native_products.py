@@ -41,7 +41,7 @@ def scale_sums(
 def put_channels_last(q: Tensor) -> Tensor:
     """q + 128 of int8 codes in uint8, with axis 1 last: (n, c, ...) -> (n, ..., c)"""
     y = torch.empty((q.shape[0], *q.shape[2:], q.shape[1]), dtype=torch.uint8, device="cpu")
-    _transpose(q.contiguous(), y, q.shape[1])
+    _transpose(q.contiguous(), y, q.shape[1], unsign=True)
     return y
 
 
@@ -51,12 +51,12 @@ def put_channels_first(x: Tensor, y: Tensor) -> None:
 
 
 def transpose(x: Tensor) -> Tensor:
-    """x^T of a contiguous matrix whose elements have 2 or 4 bytes"""
+    """x^T of a contiguous matrix whose elements have 1, 2 or 4 bytes"""
     y = torch.empty((x.shape[1], x.shape[0]), dtype=x.dtype, device="cpu")
     _transpose(x.unsqueeze(0), y, x.shape[0])
     return y
 
 
-def _transpose(x: Tensor, y: Tensor, rows: int) -> None:
+def _transpose(x: Tensor, y: Tensor, rows: int, *, unsign: bool = False) -> None:
     sizes = x.shape[0], rows, x[0].numel() // rows, x.element_size()
-    loaded().transpose(*sizes, x.data_ptr(), y.data_ptr(), torch.get_num_threads())
+    loaded().transpose(*sizes, unsign, x.data_ptr(), y.data_ptr(), torch.get_num_threads())
