@@ -62,11 +62,11 @@ def wants_rows(*matrices: Tensor) -> bool:
     for matrix in matrices:
         if matrix.device.type != "cpu" or matrix.dtype != torch.float32 or not matrix.numel():
             return False
-    if not has_faster():
-        return False
     if torch.compiler.is_compiling():
-        return all(map(plan.is_plain, matrices)) and plan.can_be_opaque("native")
-    return not torch.is_grad_enabled() and plan.runs("native", matrices[0]) and not plan.is_traced(*matrices)
+        return all(map(plan.is_plain, matrices)) and plan.can_be_opaque("native") and has_faster()
+    if torch.is_grad_enabled() or plan.is_traced(*matrices):
+        return False
+    return plan.runs("native", matrices[0]) and has_faster()
 
 
 def _run(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:

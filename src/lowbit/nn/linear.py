@@ -75,9 +75,9 @@ class LinearLayer(CodeLayer):
         """Whether a large product of values in training is one of ours: it is, where torch's takes longer."""
         if not (self.training and torch.is_grad_enabled() and isinstance(x, Tensor) and x.device.type == "cpu"):
             return False
-        if type(self).float_class.forward is not nn.Linear.forward or not has_faster() or is_watched(x):
+        if type(self).float_class.forward is not nn.Linear.forward or not self._context.integer_products:
             return False
-        if not self._context.integer_products:
+        if is_watched(x) or not has_faster():
             return False
         least, tensors = self.least_sums("cpu"), (x, self.weight, *([] if self.bias is None else [self.bias]))
         if least is None or self.count_sums(x) < least or not self.fits(*tensors[:2]):
