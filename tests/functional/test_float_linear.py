@@ -10,9 +10,10 @@ from torch import Tensor
 import inputs
 from functional.test_linear import QUANTIZERS, WEIGHTS
 from inputs import leaf as data
+from lowbit import Grid, PerGroup
 from lowbit.bench.runner import count_saved
 from lowbit.functional.float_linear import float_linear
-from lowbit.functional.linear import integer_linear
+from lowbit.functional.linear import code_per_batch, integer_linear
 from lowbit.kernels import float_products
 
 SHAPES = [((6, 16), 8), ((2, 3, 5), 7), ((1, 8), 4), ((40, 24), 1), ((9,), 3), ((0, 8), 4), ((3, 1), 2)]
@@ -54,18 +55,49 @@ def test_values_and_gradients(shape: tuple[int, ...], outputs: int, dtype: torch
 
 @pytest.mark.parametrize("shape", [(30, 24), (5, 6, 24)], ids=str)
 @pytest.mark.parametrize("name", [name for name in QUANTIZERS if name not in ("clipped", "in range", "2 bits")])
-def test_gradients_of_a_product_of_codes(name: str, shape: tuple[int, ...]) -> None:
+def test_gradients_of_a_product_of_codes(
+    name: str, shape: tuple[int, ...], faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One scale, or scales and zero points of rows, which are those of columns for dw."""
     leaves = operands(shape, 8)
     leaves[0].data.abs_()
     x, w = QUANTIZERS[name](leaves[0]), WEIGHTS["channels"](leaves[1])
+    calls = []
+    inner = float_products._onednn
+    monkeypatch.setattr(float_products, "_onednn", lambda *args: calls.append(args[0].shape) or inner(*args))
     y = integer_linear(x, w, leaves[2])
     with torch.no_grad():
         values = x.values(), w.values()
     dx, dw = torch.autograd.grad(y.square().sum(), leaves[:2], retain_graph=True)
+    assert calls == ([(30, 8), (24, 30)] if faster else [])  # dx = g @ w; dw^T = x^T @ g
     assert dw.is_contiguous()
     assert dx.shape == shape
     assert_gradients(y, [x.carrier, *leaves[1:]], *values)
+
+
+def test_values_of_groups_are_multiplied_so(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = operands((6, 64), 8)
+    w = code_per_batch(leaves[1], grid=Grid(4, narrow=True), per=PerGroup(16), symmetric=True)
+    calls = []
+    inner = float_products._onednn
+    monkeypatch.setattr(float_products, "_onednn", lambda *args: calls.append(args[0].shape) or inner(*args))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = integer_linear(QUANTIZERS["token"](leaves[0]), w, leaves[2], dtype=torch.float32)
+    assert y.dtype == torch.float32
+    assert calls == ([(6, 64)] if faster else [])
+
+
+@pytest.mark.parametrize("wanted", [[0], [1], [2], [0, 2], [1, 2], [0, 1]], ids=str)
+def test_what_no_gradient_needs_is_not_kept(wanted: list[int]) -> None:
+    leaves = [leaf.requires_grad_(i in wanted) for i, leaf in enumerate(operands((6, 16), 8))]
+    asked = [leaves[i] for i in wanted]
+    kept, gradients = [], []
+    for function in (float_linear, F.linear):
+        kept.append(count_saved(lambda function=function: function(*leaves))[1])
+        gradients.append(torch.autograd.grad(function(*leaves).sum(), asked))
+    assert kept[0] == kept[1]
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_a_bias_is_not_needed_nor_every_gradient() -> None:

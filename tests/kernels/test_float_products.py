@@ -19,6 +19,8 @@ MEMORY: dict[str, Callable[[int, int], Tensor]] = {
     "one column": lambda rows, columns: torch.randn(rows, 1).expand(rows, columns),
     "apart": lambda rows, columns: torch.randn(2 * rows, 3 * columns)[::2, ::3],
     "a part": lambda rows, columns: torch.randn(rows, columns + 5)[:, 2:-3],
+    "overlapping rows": lambda rows, columns: torch.randn(3 * rows + columns).as_strided((rows, columns), (3, 1)),
+    "overlapping columns": lambda rows, columns: torch.randn(rows + 2 * columns).as_strided((rows, columns), (1, 2)),
     "an odd address": lambda rows, columns: torch.randn(rows * columns + 3)[3:].view(rows, columns),
 }
 SIZES = [(1, 1, 1), (1, 5, 3), (7, 1, 3), (7, 5, 1), (64, 96, 33), (17, 129, 65)]
@@ -58,6 +60,24 @@ def test_products_of_any_memory(memory: str, other: str, by_onednn: list[tuple[i
             assert_near(product(a, b), a, b)
             assert_near(linear(a, b.t(), bias), a, b, bias)
     assert len(by_onednn) == 2 * len(SIZES)
+
+
+@pytest.mark.parametrize("bias", [torch.randn(8)[::2], torch.randn(1).expand(4)], ids=["strided", "expanded"])
+def test_a_bias_of_any_memory(bias: Tensor, by_onednn: list[tuple[int, ...]]) -> None:
+    x, w = torch.randn(6, 5), torch.randn(4, 5)
+    with torch.no_grad():
+        assert_near(linear(x, w, bias), x, w.t(), bias)
+    assert by_onednn
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 4), (6, 4)], ids=str)
+def test_a_bias_that_is_no_row_is_torchs(shape: tuple[int, ...], by_onednn: list[tuple[int, ...]]) -> None:
+    x, w, bias = torch.randn(6, 5), torch.randn(4, 5), torch.randn(shape)
+    with torch.no_grad():
+        assert torch.equal(linear(x, w, bias), torch.nn.functional.linear(x, w, bias))
+        with pytest.raises(RuntimeError, match=r"must match|is invalid for input|The expanded size"):
+            linear(x, w, torch.randn(3))
+    assert not by_onednn
 
 
 def test_nan_and_infinity_stay_in_their_rows(by_onednn: list[tuple[int, ...]]) -> None:
@@ -128,6 +148,9 @@ def test_compiled_it_is_an_op(backend: str, by_onednn: list[tuple[int, ...]]) ->
         wanted = both(a, b, bias)
     for got, want in zip(found, wanted, strict=True):
         assert torch.equal(got, want)
+    with torch.no_grad():
+        batched = torch.compile(torch.func.vmap(product, in_dims=(0, None)), backend=backend)(a.expand(3, 6, 5), b)
+    assert torch.equal(batched[1], a @ b)
     torch.library.opcheck(torch.ops.lowbit.float_linear, (a, b.t(), bias))
     torch._dynamo.reset()
 
@@ -155,7 +178,11 @@ def test_which_processors_take_onednns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "is_intel", False)
     assert is_faster() == torch.backends.mkl.is_available()
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    assert is_faster()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert is_faster()
+    finally:
+        torch.set_default_dtype(torch.float32)
     for owner, name, value in (
         (library, "is_intel", True),
         (torch.backends.cpu, "get_cpu_capability", lambda: "AVX2"),

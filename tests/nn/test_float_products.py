@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import lowbit
 from compare import assert_same_bits
@@ -37,7 +39,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def prepared(layer: nn.Module | None = None, recipe: Recipe = LEARNED) -> nn.Module:
     torch.manual_seed(0)
-    return lowbit.prepare(nn.Linear(16, 8) if layer is None else layer, recipe, torch.randn(3, 16)).train()
+    layer = nn.Linear(16, 8) if layer is None else layer
+    return lowbit.prepare(layer, recipe, torch.randn(3, layer.in_features)).train()
 
 
 def results(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -66,8 +69,8 @@ def test_training_is_torchs_within_rounding(
 
 
 class Own(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 2
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * 2
 
 
 def off(model: nn.Module) -> None:
@@ -75,11 +78,21 @@ def off(model: nn.Module) -> None:
         getattr(model, name).enabled = False
 
 
+class Other(Tensor):
+    """A tensor that is no plain one."""
+
+
+def own_a_subclass(model: nn.Module) -> None:
+    model.weight_quantizer.enabled = False
+    model.weight = nn.Parameter(model.weight.detach().as_subclass(Other))
+
+
 EXCEPTIONS: dict[str, Callable[[nn.Module], object]] = {
     "eval mode": lambda model: model.eval(),
     "float64": lambda model: model.double(),
     "no integer products": lambda model: setattr(model._context, "integer_products", False),
     "all quantizers off": off,
+    "a weight that is no plain tensor": own_a_subclass,
 }
 
 
@@ -95,26 +108,73 @@ def test_else_it_is_the_parents_forward(name: str, calls: list[tuple[int, ...]])
     assert not calls
 
 
-@pytest.mark.parametrize("name", ["a forward of its own", "no gradient", "autocast", "small", "exported"])
+@pytest.mark.parametrize("name", ["a forward of its own", "watched", "autocast", "small", "exported"])
 def test_what_else_leaves_the_product_to_torch(
     name: str, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = prepared(Own(16, 8) if name == "a forward of its own" else None), torch.randn(6, 16)
     with torch.no_grad():
         model(x)
-    assert not calls
-    if name == "no gradient":
-        return
+    assert bool(calls) == (name != "a forward of its own")
+    calls.clear()
     if name == "small":
         monkeypatch.setattr(linear, "_LEAST", {"cpu": 6 * 16 * 8 + 1})
     if name == "exported":
         torch.export.export(model, (x,))
+    elif name == "watched":
+        with FlopCounterMode(display=False) as counter:
+            model(x)
+        assert counter.get_total_flops() == 2 * 6 * 16 * 8
     else:
         with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
             model(x)
     assert not calls
     prepared()(x)
     assert bool(calls) == (name != "small")
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(16, 8), Own(16, 8)], ids=["torch", "own"])
+def test_an_input_by_name(layer: nn.Module, calls: list[tuple[int, ...]]) -> None:
+    model, x = prepared(layer), torch.randn(6, 16)
+    model(x)
+    name = "hidden" if isinstance(layer, Own) else "input"
+    for mode in (True, False):
+        model.train(mode)
+        assert_same_bits(model(**{name: x}), model(x))
+    assert bool(calls) == (name == "input")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_computes_the_same_bits(reentrant: bool, calls: list[tuple[int, ...]]) -> None:
+    model, x = prepared(), torch.randn(6, 16)
+    model(x)
+    calls.clear()
+    found = []
+    for run in (model, lambda leaf: checkpoint(model, leaf, use_reentrant=reentrant)):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        y.square().sum().backward()
+        found.append((y.detach(), leaf.grad))
+    for got, wanted in zip(*found, strict=True):
+        assert_same_bits(got, wanted)
+    assert len(calls) == 2 + reentrant  # the other kind stops after its last saved tensor
+
+
+def test_rows_of_the_input_may_overlap(calls: list[tuple[int, ...]]) -> None:
+    model = prepared(recipe=Recipe(weight=QuantSpec(bits=4)))
+    frames = torch.randn(16 + 6 * 59).unfold(0, 16, 6)
+    (dw,) = torch.autograd.grad(model(frames).square().sum(), model.weight)
+    (wanted,) = torch.autograd.grad(model(frames.contiguous()).square().sum(), model.weight)
+    torch.testing.assert_close(dw, wanted)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("recipe", [LEARNED, lowbit.recipes.w4a8()], ids=["learned", "w4a8"])
+def test_a_bias_that_lies_otherwise(recipe: Recipe, calls: list[tuple[int, ...]]) -> None:
+    model, x = prepared(nn.Linear(32, 8), recipe), torch.randn(6, 32)
+    model.bias = nn.Parameter(torch.randn(16)[::2])
+    model(x)
+    torch.testing.assert_close(model(x), model.eval()(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_wrong_width_is_torchs_own_error(calls: list[tuple[int, ...]]) -> None:

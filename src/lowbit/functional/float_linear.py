@@ -17,17 +17,19 @@ class _FloatLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, w)
+        wants_x, wants_w, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if wants_w else None, w if wants_x else None)
+        ctx.shape, outputs = x.shape, w.shape[0]
         y = linear(x.reshape(-1, x.shape[-1]), w, bias)
         # To autograd no view: those that a Function gives cannot be changed in place.
-        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))  # noqa: SLF001
+        return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], outputs))  # noqa: SLF001
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         wants_x, wants_w, wants_bias = ctx.needs_input_grad
-        g = grad_output.reshape(-1, w.shape[0])
-        dx = product(g, w).view(x.shape) if wants_x else None
+        g = grad_output.reshape(-1, grad_output.shape[-1])
+        dx = product(g, w).view(ctx.shape) if wants_x else None
         dw = product(g.t(), x.reshape(-1, x.shape[-1])) if wants_w else None
         return dx, dw, column_sums(g, g.dtype) if wants_bias else None
 

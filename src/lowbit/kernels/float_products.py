@@ -22,7 +22,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """x @ w^T + b of two matrices, whatever autocast says"""
-    if wants_rows(x, w):
+    if wants_rows(x, w) and (bias is None or bias.shape == w.shape[:1]):
         return _run(x, w, bias)
     with torch.autocast(x.device.type, enabled=False):
         return functional.linear(x, w, bias)
@@ -47,7 +47,7 @@ def _has_faster() -> bool:
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or plan.absence("native") or native.loaded().is_intel:
         return False
-    x, w = torch.ones(2, 3, device="cpu"), torch.ones(4, 3, device="cpu")
+    x, w = (torch.ones(rows, 3, dtype=torch.float32, device="cpu") for rows in (2, 4))
     try:
         return torch.equal(_onednn(x, w, None), x @ w.t())
     except (AttributeError, TypeError, RuntimeError):  # the op is one of torch's own, and may be another elsewhere
@@ -75,7 +75,11 @@ def _run(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _onednn(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ w^T + b; of w the op takes rows or columns that lie one behind another, of b it does not ask how it lies"""
     x = transpose(x.t()) if x.t().is_contiguous() else x
+    (outputs, inputs), (step, other) = w.shape, w.stride()
+    w = w if (other == 1 and step >= inputs) or (step == 1 and other >= outputs) else w.contiguous()
+    bias = None if bias is None else bias.contiguous()
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")  # noqa: SLF001
     return y
 

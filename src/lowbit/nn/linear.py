@@ -66,25 +66,26 @@ class LinearLayer(CodeLayer):
         return f"the sums of {per} take longer to scale than values take to multiply; codes are what is kept"
 
     def run_float(self, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else kwargs["input"]
+        x: Any = args[0] if args else kwargs.get("input")
         if self._is_by_float_linear(x):
             return float_linear(x, self.weight, self.bias)
         return super().run_float(*args, **kwargs)
 
     def _is_by_float_linear(self, x: Any) -> bool:
         """Whether a large product of values in training is one of ours: it is, where torch's takes longer."""
-        if not (self.training and torch.is_grad_enabled() and isinstance(x, Tensor) and x.device.type == "cpu"):
+        if not (self.training and self._context.integer_products and isinstance(x, Tensor) and x.device.type == "cpu"):
             return False
-        if type(self).float_class.forward is not nn.Linear.forward or not self._context.integer_products:
+        if type(self).float_class.forward is not nn.Linear.forward or is_watched(x):
             return False
-        if is_watched(x) or not has_faster():
+        least = self.least_sums("cpu")
+        if least is None or self.count_sums(x) < least:
             return False
-        least, tensors = self.least_sums("cpu"), (x, self.weight, *([] if self.bias is None else [self.bias]))
-        if least is None or self.count_sums(x) < least or not self.fits(*tensors[:2]):
+        if torch.is_autocast_enabled("cpu") or not any(map(self.is_on, ("input_quantizer", "weight_quantizer"))):
             return False
-        if torch.is_autocast_enabled("cpu") or any(tensor.dtype != torch.float32 for tensor in tensors):
+        own = self.weight, *([] if self.bias is None else [self.bias])
+        if is_watched(*own) or any(tensor.dtype != torch.float32 for tensor in (x, *own)):
             return False
-        return any(map(self.is_on, ("input_quantizer", "weight_quantizer"))) and not is_watched(*tensors)
+        return self.fits(x, self.weight) and has_faster()
 
     def takes_per(self, slot: str, per: Granularity | None) -> bool:
         if slot == "weight_quantizer" and isinstance(per, PerGroup):
