@@ -171,7 +171,7 @@ def test_rows_of_the_input_may_overlap(calls: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("recipe", [LEARNED, lowbit.recipes.w4a8()], ids=["learned", "w4a8"])
 def test_a_bias_that_lies_otherwise(recipe: Recipe, calls: list[tuple[int, ...]]) -> None:
-    model, x = prepared(nn.Linear(32, 8), recipe), torch.randn(6, 32)
+    model, x = prepared(nn.Linear(64, 8), recipe), torch.randn(6, 64)
     model.bias = nn.Parameter(torch.randn(16)[::2])
     model(x)
     torch.testing.assert_close(model(x), model.eval()(x), rtol=1e-5, atol=1e-5)
